@@ -58,7 +58,7 @@ def handshake_error(hello: Hello, target: Vocabulary) -> str | None:
 class Registry:
     """The current verifier and drafter, and why the last candidate was rejected."""
 
-    def __init__(self, hang_detector: HangDetector) -> None:
+    def __init__(self, hang_detector: HangDetector, *, lookup_only: bool = False) -> None:
         self.hang_detector = hang_detector
         self.peers: dict[Role, Peer] = {}
         self.rejected: dict[Role, str] = {}
@@ -67,6 +67,8 @@ class Registry:
         """Whether a request runs whose drafts carry their distributions, which are large."""
         self.unreadable = ""
         """Why the verifier does not send what the drafter reads of the target, if so."""
+        self.lookup_only = lookup_only
+        """Whether no drafter is wanted."""
         self.marked_for_kill: dict[int, str] = {}
         """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}
@@ -149,11 +151,16 @@ class Registry:
         self.hang_detector.watch(peer.address)
         self._by_address[peer.address] = peer
         if peer.hello.role == "drafter":
+            self.lookup_only = False
             self._budgets[peer.address] = MessageBudget()
         return old
 
-    def remove(self, role: Role, pid: int) -> bool:
-        """Forget a service that died; False if it was not the current one."""
+    def remove(self, role: Role, pid: int, *, for_good: bool = False) -> bool:
+        """Forget a service that is gone; False if it was not the current one.
+
+        `for_good` says that no other drafter is wanted.
+        """
+        self.lookup_only |= for_good
         self.marked_for_kill.pop(pid, None)
         peer = self.peers.get(role)
         if peer is None or peer.hello.pid != pid:

@@ -75,13 +75,12 @@ class Orchestrator:
         vocabulary: Vocabulary,
         pid: int,
     ) -> None:
-        self._services = services
-        self._clients = clients
-        self._prompts = prompts
-        self._vocabulary = vocabulary
+        self._services, self._clients = services, clients
+        self._prompts, self._vocabulary = prompts, vocabulary
         self._max_deaths = settings.max_deaths
         self._estimates = CostModel()
-        self._registry = Registry(HangDetector(settings.hang_timeout_s, settings.first_timeout_s))
+        hangs = HangDetector(settings.hang_timeout_s, settings.first_timeout_s)
+        self._registry = Registry(hangs, lookup_only=settings.lookup_only)
         services.limit_of = self._registry.limit_of
         self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
         self._probation = {role: Probation(settings.max_deaths) for role in _ROLES}
@@ -285,16 +284,17 @@ class Orchestrator:
     def _on_service_down(self, message: ServiceDown) -> None:
         role, peer = message.role, self._registry.peers.get(message.role)
         named = self._registry.working_on(peer) if peer is not None else 0
-        current = self._registry.remove(role, message.pid)
+        current = self._registry.remove(role, message.pid, for_good=message.removed)
         self._set_context()
         if role == "verifier" and message.final:
             self._intake.closed_because = message.reason
             for request in list(self._requests):
                 self._executor.run(request, request.sequence.finish, "error", message.reason)
-        if current:
+        if current and not message.removed:
             self._blame(role, named)
-            for request in list(self._requests.running.values()):
-                self._executor.run(request, request.on_service_lost, role)
+        reason = "drafter_swapped" if message.removed else "drafter_died"
+        for request in list(self._requests.running.values()) if current else ():
+            self._executor.run(request, request.on_service_lost, role, reason)
 
     def _set_context(self) -> None:
         self._intake.context_length = self._registry.context_length

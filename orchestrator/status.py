@@ -69,6 +69,7 @@ class StatusReporter:
             refused=registry.rejected,
             marked_for_kill=registry.marked_for_kill,
             degraded=self._list_problems(),
+            lookup_only=registry.lookup_only,
             window=requests.recent(now),
             planner=describe_planner(
                 Planner("ssd", self._estimates), now, takes_trees=registry.takes_trees
@@ -81,7 +82,8 @@ class StatusReporter:
 
     def _list_problems(self) -> list[str]:
         registry = self._registry
-        sentences = [text for role, text in _MISSING.items() if role not in registry.peers]
+        wanted = ["verifier"] if registry.lookup_only else list(_MISSING)
+        sentences = [_MISSING[role] for role in wanted if role not in registry.peers]
         if registry.unreadable:
             sentences.append(
                 f"the drafter drafts without reading the target: {registry.unreadable}"

@@ -954,6 +954,20 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """For a request that leaves everything to the planner."""
     sequences: list[SequenceStatus] = []
     """The running requests, the first 64 of them."""
+    lookup_only: bool = False
+    """Whether no drafter is wanted: prompt lookup in the orchestrator drafts alone."""
+
+    @property
+    def drafter(self) -> ServiceStatus | None:
+        """The drafter process, if there is one."""
+        return next((one for one in self.services if one.role == "drafter"), None)
+
+    @property
+    def draft_backend(self) -> str | None:
+        """The backend that drafts; None while the drafter is away."""
+        if self.drafter is not None:
+            return self.drafter.backend
+        return "ngram" if self.lookup_only else None
 
 
 class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
@@ -963,6 +977,8 @@ class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
     pid: int
     reason: str
     final: bool
+    removed: bool = False
+    """A drafter that was taken away on purpose: prompt lookup drafts alone from now on."""
 
 
 ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown

@@ -23,8 +23,8 @@ START_TIMEOUT_S = 180.0
 
 BackendName = Literal["mlx", "head", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"stdio", "remote"})
-"""They draft by themselves."""
+OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"ngram", "stdio", "remote"})
+"""They draft in a process of ours; `ngram` is prompt lookup, which needs no drafter process."""
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
 """Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
@@ -87,7 +87,7 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     address: str
     """Where the orchestrator listens for services."""
     model: str = ""
-    """Folder of the model; for ngram that of the target, whose tokenizer tells what may follow."""
+    """Folder of the model."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""
@@ -255,6 +255,8 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Silence after which a service hangs; more if its calls take longer (`hang_detector.py`)."""
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """The same until a service has done its first work, which may compile and load."""
+    lookup_only: bool = False
+    """Whether no drafter is wanted: prompt lookup drafts alone."""
 
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""

@@ -37,6 +37,11 @@ class Pair:
     """Folder of the target's LoRA adapter; empty without one."""
 
     @property
+    def has_drafter(self) -> bool:
+        """True if a process drafts; prompt lookup needs none."""
+        return self.backend != "ngram"
+
+    @property
     def drafts_with(self) -> str:
         """The model, the program or the server that drafts, for people."""
         return (

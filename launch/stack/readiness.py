@@ -39,7 +39,7 @@ def await_ready(
     deadline, optional_deadline = Deadline(timeout_s), Deadline(_OPTIONAL_TIMEOUT_S)
     quiet = Deadline(_REPORT_EVERY_S)
     needed = [child for role, child in children.items() if role not in optional]
-    missing = {"verifier", "drafter"}
+    missing = {"verifier", "drafter"} & children.keys()
     with OrchestratorLink(address) as link:
         for _ in _looks(needed, deadline, missing, ended):
             status = link.await_status(_STATUS_TIMEOUT_S)
@@ -70,7 +70,7 @@ def await_gateway(listener: HttpListener, needed: list[Child], timeout_s: float)
 
 def await_drafter(
     child: Child,
-    old: Child,
+    old: Child | None,
     link: OrchestratorLink,
     timeout_s: float,
     *,
@@ -81,7 +81,7 @@ def await_drafter(
 
     Args:
         child: the new drafter.
-        old: the one whose place it takes.
+        old: the one whose place it takes, if there is one.
         link: to the orchestrator.
         timeout_s: how long to wait.
         meanwhile: is done again and again.
@@ -95,7 +95,9 @@ def await_drafter(
         if ended():
             raise RuntimeFailure("the stack ended before the new drafter was ready")
         meanwhile()
-        if not told and old.exit_code is not None:  # else requests would wait for its drafts
+        if (
+            not told and old is not None and old.exit_code is not None
+        ):  # else requests would wait for its drafts
             told = True
             reason = old.last_words()
             link.report_service_down(

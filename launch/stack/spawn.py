@@ -48,6 +48,7 @@ def start_orchestrator(
         verify_timeout_s=settings.verify_timeout_s,
         hang_timeout_s=settings.hang_timeout_s,
         first_timeout_s=settings.start_timeout_s,
+        lookup_only=not pair.has_drafter,
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
 
@@ -136,8 +137,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         backend=pair.backend,
         compute_units=settings.compute_units,
         weights=settings.draft_weights,
-        # Lookup drafts without a model, but the target's tokenizer tells what a schema allows.
-        model=pair.model if pair.backend == "ngram" else pair.draft_model,
+        model=pair.draft_model,
         target=pair.model if pair.backend == "head" else "",
         command=list(pair.command),
         lines=pair.lines,

@@ -107,7 +107,8 @@ class Supervisor:
         claim(self.run_dir.path, os.getpid())
         self.listener = HttpListener(self._settings) if self._settings.http else None
         for role in _START:
-            self._spawn(role)
+            if role != "drafter" or self._pair.has_drafter:
+                self._spawn(role)
         if self.listener is not None:
             self._spawn("gateway")
         if self._pair.server is not None:
@@ -278,11 +279,11 @@ class Supervisor:
             return Rejected(str(error))
 
     def _swap(self, message: SwapDrafter, post: SupervisorPost) -> None:
-        """Start the new drafter beside the old one; the orchestrator then switches over.
+        """Start the new drafter beside the old one, or take it away for prompt lookup alone.
 
         The other processes are looked after meanwhile: without an orchestrator it would not end.
         """
-        old, old_pair = self._children["drafter"], self._pair
+        old, old_pair = self._children.get("drafter"), self._pair
         self._pair = old_pair.with_drafter(
             message.backend,
             message.model,
@@ -291,39 +292,44 @@ class Supervisor:
             server=remote_server_of(message.server, message.server_key, self._settings.key),
         )
         self._absent.pop("drafter", None)
-        if "drafter" in self._starting:
-            old.ask_to_end()  # it must not say Hello after the new one, and replace it
-            old.end()
-        try:
-            self._spawn("drafter")
-            await_drafter(
-                self._children["drafter"],
-                old,
-                post.link,
-                self._settings.start_timeout_s,
-                meanwhile=lambda: self._tick(post, but="drafter"),
-                ended=lambda: self._stopping.is_set() or self.failure is not None,
-            )
-        except (SsdError, OSError) as error:
-            self._pair = old_pair
-            self._restore_drafter(old, str(error), post.link)
-            raise
+        if old is not None and "drafter" in self._starting:
+            _end(old)  # it must not say Hello after the new one, and replace it
+        if self._pair.has_drafter:
+            try:
+                self._spawn("drafter")
+                self._await_drafter(old, post)
+            except (SsdError, OSError) as error:
+                self._pair = old_pair
+                self._restore_drafter(old, str(error), post.link)
+                raise
         self._lost.pop("drafter", None)
         self._starting.discard("drafter")
-        old.ask_to_end()
-        old.end()
+        if old is not None and self._pair.has_drafter:
+            _end(old)
         self._is_swapped = True
         self._describe()
-        self._report_state("drafter", "running")
+        if self._pair.has_drafter:
+            self._report_state("drafter", "running")
+        elif self._children.pop("drafter", None) is not None and old is not None:
+            _remove(old, "swapped for prompt lookup", post.link, gone=True)
 
-    def _restore_drafter(self, old: Child, reason: str, link: OrchestratorLink) -> None:
-        """Go back to the drafter before a swap that failed."""
-        new, self._children["drafter"] = self._children["drafter"], old
-        if new is not old:
-            new.ask_to_end()
-            new.end()
-            down = ServiceDown(role="drafter", pid=new.pid, reason=reason, final=False)
-            link.report_service_down(down)  # it may have taken the old one's place
+    def _await_drafter(self, old: Child | None, post: SupervisorPost) -> None:
+        await_drafter(
+            self._children["drafter"],
+            old,
+            post.link,
+            self._settings.start_timeout_s,
+            meanwhile=lambda: self._tick(post, but="drafter"),
+            ended=lambda: self._stopping.is_set() or self.failure is not None,
+        )
+
+    def _restore_drafter(self, old: Child | None, reason: str, link: OrchestratorLink) -> None:
+        """Go back to the drafter before a swap that failed, or to none."""
+        new = self._children.pop("drafter", None)
+        if old is not None:
+            self._children["drafter"] = old
+        if new is not None and new is not old:
+            _remove(new, reason, link, gone=old is None)
 
     # ------------------------------------------------------------ status and stop
 
@@ -379,3 +385,15 @@ class Supervisor:
         if self._has_folder:
             self._has_folder = False
             self.run_dir.remove()
+
+
+def _end(child: Child) -> None:
+    child.ask_to_end()
+    child.end()
+
+
+def _remove(child: Child, reason: str, link: OrchestratorLink, *, gone: bool) -> None:
+    """End a drafter, and tell the orchestrator, which may know it; `gone`: none takes its place."""
+    _end(child)
+    down = ServiceDown(role="drafter", pid=child.pid, reason=reason, final=gone, removed=gone)
+    link.report_service_down(down)

@@ -147,9 +147,9 @@ class Chat:
 def describe_models(status: Status) -> str:
     """Which model answers, and what drafts for it."""
     text = Path(status.model).name
-    drafter = next((service for service in status.services if service.role == "drafter"), None)
+    drafter = status.drafter
     if drafter is None:
-        return f"{text}, without a drafter"
+        return f"{text}, {'with prompt lookup' if status.lookup_only else 'without a drafter'}"
     return f"{text}, drafted by {Path(drafter.model).name or drafter.backend} ({drafter.backend})"
 
 

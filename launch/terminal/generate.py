@@ -148,13 +148,12 @@ def _print_json(client: Client, prompt: Prompt, options: Options) -> list[TraceE
 
 def _record(client: Client, request: Generate, finished: Finished) -> dict[str, Any]:
     status = client.status()
-    drafter = next((s for s in status.services if s.role == "drafter"), None)
     return {
         "prompt_tokens": finished.prompt_tokens,
         "finish_reason": finished.reason,
         "model": status.model,
-        "draft_model": drafter.model if drafter else None,
-        "draft_backend": drafter.backend if drafter else None,
+        "draft_model": status.drafter.model if status.drafter is not None else None,
+        "draft_backend": status.draft_backend,
         "mode": request.mode,
         "seed": request.sampling.seed,
         "stats": msgspec.to_builtins(finished.statistics),

@@ -99,7 +99,7 @@ class Request:
             self.sequence.recorder.drafter_restarts += int(self.has_had_drafter)
         return self.on_service_lost(hello.role, "drafter_swapped")
 
-    def on_service_lost(self, role: Role, reason: str = "drafter_died") -> list[Action]:
+    def on_service_lost(self, role: Role, reason: str) -> list[Action]:
         """A service is gone; `reason` is counted if the target waited for a draft."""
         self.open_at.discard(role)
         if role == "drafter":

@@ -37,8 +37,8 @@ class FreeRun:
     def count_granted(self, number: int, length: int, drafted: int, *, speculates: bool) -> int:
         """How many tokens may follow a round unasked.
 
-        None where a draft is to come: behind a lookup that was worth verifying there may be
-        another one, and the drafter of a request comes after its first round.
+        None where a draft is to come: behind a lookup that was worth verifying, or of a fixed
+        length, there may be another one, and the drafter of a request comes after its first round.
 
         Args:
             number: of the round.
@@ -47,7 +47,8 @@ class FreeRun:
             speculates: whether a draft is prepared beside it.
         """
         awaits_drafter = self._planner.mode != "ar" and number == 1
-        if speculates or drafted or awaits_drafter:
+        looks_up = self._planner.should_speculate and self._lookups.drafts_by_hand
+        if speculates or drafted or awaits_drafter or looks_up:
             return 0
         return self._count_most(length)
 

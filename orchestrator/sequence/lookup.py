@@ -22,10 +22,15 @@ class LookupDrafts:
         self._planner, self._limits = planner, limits
         self._bans = BannedTokens(options)
 
+    @property
+    def drafts_by_hand(self) -> bool:
+        """True if lookups are verified at a fixed length: no drafter is there to draft it."""
+        return bool(self._planner.num_draft_tokens) and not self._limits.has_drafter
+
     def find(self, tokens: Tokens) -> Draft:
-        """What followed the ending of `tokens`; empty where the draft length is fixed."""
+        """Find what followed the ending of `tokens`; none where a drafter drafts a fixed length."""
         planner = self._planner
-        if planner.num_draft_tokens:
+        if planner.num_draft_tokens and self._limits.has_drafter:
             return Draft()
         most = 1 + (planner.affordable_siblings if self._limits.verifies_trees else 0)
         found = find_continuations(tokens, planner.depth, most, self._bans.count_allowed)

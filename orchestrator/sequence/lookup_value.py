@@ -18,6 +18,8 @@ def choose_lookup(planner: Planner, found: Draft, *, alone: bool = False) -> lis
     rows, chances = planner.rank(found, "lookup")
     chain = count_chain(rows, found.parents)
     known = planner.estimates
+    if planner.num_draft_tokens:
+        return rows  # `Planner.choose_nodes` keeps as many
     if not alone:
         values = planner.value_nodes(chances, chain)
     elif known.batch.other_tokens:

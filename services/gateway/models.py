@@ -64,8 +64,8 @@ class ServedModel(Closeable):
         """Raises ApiError if a request wants a drafter that is not there."""
         if wanted in (None, _MLX_LM_DEFAULT) or wanted in self.drafters:
             return
-        drafter = next((s for s in status.services if s.role == "drafter"), None)
-        here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
+        model = status.drafter.model if status.drafter is not None else ""
+        here = {model, _last(model), status.draft_backend or ""} - {""}
         if wanted in here:
             return
         known = sorted(here | set(self.drafters))

@@ -87,7 +87,7 @@ class ServerInfo:
         [status] = await self._models.statuses()
         roles = {service.role for service in status.services}
         healthy = "verifier" in roles
-        state = "ok" if "drafter" in roles else "no drafter: decoding plainly"
+        state = "ok" if status.draft_backend else "no drafter: decoding plainly"
         body: dict[str, Any] = {"status": state if healthy else "no verifier"}
         if request.state.trusted:
             body["stack"] = msgspec.to_builtins(status)

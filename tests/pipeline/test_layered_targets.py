@@ -12,8 +12,8 @@ from orchestrator.sequence.limits import Limits
 from protocol.messages import Mode, Sampling, Statistics
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.mlx import MlxBackend
-from services.drafter.backends.ngram import NgramBackend
 from services.verifier.verifier import Verifier
+from tests.services.drafter.lookup_backend import LookupBackend
 from tests.support.families.layered import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder, tiny_verifier
@@ -81,7 +81,7 @@ def test_a_model_drafts_for_itself(family: str, law: str) -> None:
 @pytest.mark.parametrize("family", LAYERED)
 def test_ngram_drafts_for_every_family(family: str) -> None:
     law = "greedy" if len(family) % 2 else "T0.7"
-    run(family, NgramBackend(), SAMPLINGS[law])
+    run(family, LookupBackend(), SAMPLINGS[law])
 
 
 STACKS = (

@@ -25,9 +25,7 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
         case "coreml":
             return _create_coreml(settings)
         case "ngram":
-            from services.drafter.backends.ngram import NgramBackend  # noqa: PLC0415
-
-            return NgramBackend(Path(settings.model) if settings.model else None)
+            raise UsageError("the orchestrator looks prompts up by itself: ngram has no drafter")
         case "stdio":
             raise UsageError("the stdio backend runs another program, which cannot be itself")
         case "remote":

@@ -200,7 +200,6 @@ def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str,
     s = finished.statistics
     prompt_ms = s.phase_ms.get("prefill_verifier", 0.0)
     fresh = finished.prompt_tokens - finished.cached_tokens
-    drafter = next((service for service in status.services if service.role == "drafter"), None)
     return {
         "prompt_n": fresh,
         "cache_n": finished.cached_tokens,
@@ -212,7 +211,7 @@ def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str,
         "draft_n": s.drafted,
         "draft_n_accepted": s.accepted,
         "draft_rounds": s.rounds - s.plain_rounds,
-        "draft_kind": drafter.backend if drafter and s.drafted else None,
+        "draft_kind": status.draft_backend if s.drafted else None,
     }
 
 

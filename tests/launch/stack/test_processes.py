@@ -144,7 +144,7 @@ def test_a_start_that_fails_is_tried_again(
         return start(*told)
 
     target = write_tiny_model(tmp_path / "t", "llama")
-    with running(StackSettings(model=str(target), draft_backend="ngram")) as stack:
+    with running(StackSettings(model=str(target), draft_model=str(target))) as stack:
         old = stack.pid("drafter")
         monkeypatch.setitem(supervisor._START, "drafter", failing)
         os.kill(old, signal.SIGKILL)

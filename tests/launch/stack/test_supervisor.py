@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from launch.settings.settings import StackSettings
 from launch.stack import child
 from launch.stack.control import ask_supervisor
 from launch.stack.session import find_differences
-from protocol.errors import RuntimeFailure
+from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import Done, SwapDrafter
 from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
 
-HOSTILE = Path(__file__).parents[2] / "support" / "hostile_drafter.py"
+GOOD = [sys.executable, str(Path(__file__).parents[2] / "support" / "hostile_drafter.py"), "good"]
+"""A program that drafts, by another name than ours."""
 
 
 @pytest.fixture
@@ -45,8 +47,47 @@ def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
     old = stack.client.status().pid
     name = stack.supervisor.run_dir.path.name
     os.kill(old, signal.SIGSTOP)
-    assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
+    swap = SwapDrafter(backend="stdio", command=GOOD)
+    assert ask_supervisor(name, swap, DEADLINE_S) == Done()
     assert stack.client.status().pid != old
+
+
+def test_lookup_alone_has_no_drafter_process(stack: RunningStack) -> None:
+    """Nothing is missing without one; a drafter comes by a swap, and goes by another."""
+    name = stack.supervisor.run_dir.path.name
+
+    def drafting() -> tuple[set[str], set[str], str | None, list[str]]:
+        status = stack.client.status()
+        processes = {process.role for process in stack.supervisor.processes}
+        return processes, roles(stack), status.draft_backend, status.degraded
+
+    alone = ({"orchestrator", "verifier"}, {"verifier"}, "ngram", [])
+    assert drafting() == alone
+    plain = stack.answer("the quick brown fox", mode="ar", max_tokens=24).tokens
+    assert stack.answer("the quick brown fox", max_tokens=24, num_draft_tokens=3).tokens == plain
+    swap = SwapDrafter(backend="stdio", command=GOOD)
+    assert ask_supervisor(name, swap, DEADLINE_S) == Done()
+    assert drafting() == (alone[0] | {"drafter"}, {"verifier", "drafter"}, "stdio", [])
+    drafter = stack.pid("drafter")
+    with pytest.raises(RuntimeFailure, match="takes no --draft-model"):
+        ask_supervisor(name, SwapDrafter(backend="ngram", model="x"), DEADLINE_S)
+    assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
+    eventually(lambda: drafting() == alone, "lookup alone again")
+    assert not psutil.pid_exists(drafter)
+    assert stack.answer("the quick brown fox", max_tokens=24).tokens == plain
+    old = stack.client.status().pid
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: stack.client.status().pid != old, "another orchestrator")
+    eventually(lambda: drafting() == alone, "it wants no drafter either")
+
+
+def test_a_drafter_that_fails_to_come_leaves_lookup_alone(stack: RunningStack) -> None:
+    """After a swap that fails there is no drafter, as before, and none is missed."""
+    name = stack.supervisor.run_dir.path.name
+    with pytest.raises(SsdError):
+        ask_supervisor(name, SwapDrafter(backend="stdio", command=["false"]), DEADLINE_S)
+    assert "drafter" not in {process.role for process in stack.supervisor.processes}
+    assert stack.client.status().degraded == []
 
 
 def test_a_stack_is_described_with_the_drafter_that_it_has(
@@ -67,11 +108,18 @@ def test_a_stack_is_described_with_the_drafter_that_it_has(
     assert find_differences(after, named) == ["draft_model", "draft_backend"]
 
 
-def test_the_end_of_a_drafter_is_told_during_a_swap(stack: RunningStack, tmp_path: Path) -> None:
+def test_the_end_of_a_drafter_is_told_during_a_swap(
+    settings: StackSettings, tmp_path: Path
+) -> None:
     """Nobody waits for the drafts of a drafter that died while its successor was loading."""
+    drafts = {"draft_backend": "stdio", "draft_command": shlex.join(GOOD)}
+    with running(msgspec.structs.replace(settings, **drafts)) as stack:
+        _see_the_end_of_a_drafter(stack, tmp_path)
+
+
+def _see_the_end_of_a_drafter(stack: RunningStack, tmp_path: Path) -> None:
     old, go = stack.pid("drafter"), tmp_path / "go"
-    drafter = shlex.join([sys.executable, str(HOSTILE), "good"])
-    words = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.05; done; exec {drafter}"
+    words = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.05; done; exec {shlex.join(GOOD)}"
     swap = SwapDrafter(backend="stdio", command=["sh", "-c", words])
     name = stack.supervisor.run_dir.path.name
     with ThreadPoolExecutor(1) as pool:

@@ -158,10 +158,16 @@ def test_while_the_drafter_rests_lookup_goes_on() -> None:
 
 
 def test_what_is_fixed_by_hand_is_not_changed() -> None:
-    """With a lookahead of one's own nothing is looked up."""
+    """A drafter drafts as many tokens as it is told, and nothing is looked up; without one, lookups
+    are as long."""
     fixed = stack(num_draft_tokens=3)
+    fixed.drafter_comes()
     fixed.calm().assert_plain()
     assert "lookup" not in fixed.origins
+    alone = stack(num_draft_tokens=3)
+    alone.calm().assert_plain()
+    assert alone.origins.count("lookup") > 20
+    assert max(alone.sequence.recorder.offered_at) == 2
 
 
 def test_a_lookup_that_was_not_verified_teaches_too() -> None:

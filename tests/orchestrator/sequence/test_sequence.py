@@ -719,7 +719,7 @@ def test_a_drafter_that_comes_ends_a_free_run(seed: int) -> None:
     """Tokens that are on their way are used; then drafts are verified."""
     limits = Limits(40, frozenset(), 0)
     plan: Any = {"mode": "ssd", "target": Target(3), "prompt": [1, 2], "limits": limits}
-    stack = started(seed=seed, num_draft_tokens=2, **plan)
+    stack = started(seed=seed, **plan)
     stack.drafter_dies()
     for _ in range(5):
         stack.outcome_arrives()

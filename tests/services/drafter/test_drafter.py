@@ -30,9 +30,9 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
-from services.drafter.backends.ngram import NgramBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
+from tests.services.drafter.lookup_backend import LookupBackend
 
 NOT_DRAWN = DraftDistribution()
 VOCABULARY, MOST = 50, 4
@@ -291,7 +291,7 @@ TEXT = [1, 2, 3, 4, 5, 9, 1, 2, 6, 7, 8, 9, 1, 2, 3, 3, 9, 1]
 
 def told(message: Prepare | DraftNow) -> list[DraftTree]:
     """What a drafter answers that takes trees."""
-    drafter = Drafter(NgramBackend())
+    drafter = Drafter(LookupBackend())
     list(drafter.handle(OpenSequence(sequence=3, tokens=TEXT, sampling=Sampling())))
     answers = list(drafter.handle(replace(message, base=len(TEXT), tokens=[])))
     return [answer for answer in answers if isinstance(answer, DraftTree)]

@@ -25,9 +25,9 @@ from protocol.messages import (
 from protocol.transport.codec import Decoder, encode
 from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftBackend
 from services.drafter.backends.mlx import MlxBackend
-from services.drafter.backends.ngram import NgramBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
+from tests.services.drafter.lookup_backend import LookupBackend
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS, vocabulary_size
 
@@ -81,7 +81,7 @@ messages: st.SearchStrategy[Work] = st.one_of(
 
 @cache
 def backend_of(kind: str) -> DraftBackend:
-    return MlxBackend(FOLDER, prefill_step_size=4) if kind == "mlx" else NgramBackend(FOLDER)
+    return MlxBackend(FOLDER, prefill_step_size=4) if kind == "mlx" else LookupBackend(FOLDER)
 
 
 def is_sound(drafter: Drafter, message: Work) -> bool:

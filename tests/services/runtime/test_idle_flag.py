@@ -12,10 +12,10 @@ import pytest
 from protocol.messages import CloseSequence, Message, ToService
 from protocol.settings import DrafterSettings
 from services.drafter import main
-from services.drafter.backends.ngram import NgramBackend
 from services.runtime.idle_flag import IdleFlag, open_idle_flag
 from services.runtime.inbox import Inbox
 from services.verifier.spare_cores import SpareCores
+from tests.services.drafter.lookup_backend import LookupBackend
 
 
 def test_what_one_says_the_other_sees(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_drafter_uses_the_targets_cores_while_that_waits(
             lifeline=0, address=f"ipc://{tmp_path}/services", backend="ngram", spare_cores=[3],
             spare_flag=flag,
         )  # fmt: skip
-        main._serve(settings, NgramBackend())
+        main._serve(settings, LookupBackend())
     [(cores, word)] = used
     assert cores == [3]
     IdleFlag(str(tmp_path / "verifier-idle")).is_idle = True

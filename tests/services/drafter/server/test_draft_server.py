@@ -29,13 +29,13 @@ from protocol.transport.codec import Decoder, encode
 from protocol.transport.pipes import PipeChannel
 from services.drafter.backends.base import Outcome, TreeLayer
 from services.drafter.backends.line_client import LineBackend
-from services.drafter.backends.ngram import NgramBackend
 from services.drafter.relay.process import DrafterProcess
 from services.drafter.server.line_server import LineServer
+from tests.services.drafter.lookup_backend import LookupBackend
 
 pytestmark = pytest.mark.processes
 
-SERVER = [sys.executable, "-m", "launch.cli", "draft-server", "--stdio", "--backend", "ngram"]
+SERVER = [sys.executable, "-m", "tests.services.drafter.lookup_server"]
 TOKENS = [7, 8, 9, 10, 11, 7, 8]
 PATIENCE_S = 120.0
 
@@ -81,7 +81,7 @@ def test_a_request_over_pipes(host: Host) -> None:
     """Hello, Prefilled, trees for Prepare and DraftNow; the end of the input is a clean exit."""
     hello = host.receive()
     assert isinstance(hello, Hello)
-    assert (hello.role, hello.backend) == ("drafter", "ngram")
+    assert (hello.role, hello.backend) == ("drafter", "lookup")
     host.send(Welcome(), OpenSequence(sequence=4, tokens=TOKENS, sampling=Sampling()))
     prefilled = host.receive()
     assert isinstance(prefilled, Prefilled)
@@ -135,9 +135,9 @@ def test_nonsense_ends_the_server(host: Host, data: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--backend", "ngram"], "--stdio"),
+        (["--backend", "mlx"], "--stdio"),
         (["--stdio", "--backend", "stdio"], "stdio"),
-        (["--stdio", "--backend", "ngram", "--model", "x"], "takes no --draft-model"),
+        (["--stdio", "--backend", "ngram"], "ngram"),
     ],
 )
 def test_what_cannot_be_served(flags: Sequence[str], words: str) -> None:
@@ -169,7 +169,7 @@ def test_lines_over_pipes() -> None:
 )
 def test_bad_lines_change_nothing(line: str) -> None:
     """An ERROR is an answer, and the context is what it was."""
-    server = LineServer(NgramBackend())
+    server = LineServer(LookupBackend())
     for token in TOKENS:
         server.answer(f"DRAFT {token} 1")
     assert server.answer(line).startswith("ERROR ")

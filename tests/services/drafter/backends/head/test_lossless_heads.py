@@ -19,9 +19,9 @@ from orchestrator.sequence.limits import Limits
 from protocol.messages import Features, Sampling, Statistics
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.head.loading import load_head
-from services.drafter.backends.ngram import NgramBackend
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
+from tests.services.drafter.lookup_backend import LookupBackend
 from tests.support.head_reference import Tensors
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
@@ -195,7 +195,7 @@ def test_a_head_that_is_swapped_in_again_changes_no_token(
 
     def swap(rounds: int) -> None:
         if rounds in {3, 6}:
-            line.swap(NgramBackend() if rounds == 3 else new_head(name, head))
+            line.swap(LookupBackend() if rounds == 3 else new_head(name, head))
 
     line.run(swap)
     assert line.sequence.tokens[len(PROMPT) :] == plain(FORMATS[name], PROMPT, LENGTH, sampling)

@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter: what followed the last time. No model.
+"""Prompt lookup as a drafter without a model: what followed the last time.
 
 Good on text that repeats itself: code edits, quotations, summaries. What a request's bias or
 grammar rules out is not proposed; penalties rule nothing out.
@@ -46,7 +46,7 @@ class _Sequence:
         return len(draft) if self.processor is None else self.processor.count_allowed(sure, draft)
 
 
-class NgramBackend:
+class LookupBackend:
     """See `base.DraftBackend` and `base.TreeDrafting`.
 
     Args:
@@ -57,7 +57,7 @@ class NgramBackend:
         self._folder = folder
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self.identity = BackendIdentity(
-            backend="ngram",
+            backend="lookup",
             model="",
             tokenizer_fingerprint="",
             vocabulary_size=0,
