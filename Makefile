@@ -14,8 +14,8 @@ demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
 
 # The tests of a file stay together, and the files come in the order of tests/conftest.py. Both print
-# the slowest tests and the time of all.
-PYTEST := "$(BIN)/python" -m pytest --dist loadfile --no-loadscope-reorder --durations 12
+# the slowest tests and the time of all. What pytest makes of the tests' assertions is kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= "$(BIN)/python" -m pytest --dist loadfile --no-loadscope-reorder --durations 12
 MARKED := processes or model or kernel or wide or real
 
 test: $(VENV)/.pair

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from zlib import crc32
 
@@ -20,7 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 load_profile()
 
-KERNELS = [
+KERNELS = tuple(
     Path(__file__).parent / "services" / name
     for name in (
         "batching/test_traced_table.py",
@@ -32,13 +33,16 @@ KERNELS = [
         "mlx/test_exact_copies.py",
         "mlx/tracing",
     )
-]
+)
 """Every test in them compiles kernels or traces, or compares them with MLX."""
+
+MARKED = ("processes", "model", "kernel", "wide", "real")
+"""What `make test` leaves to `make test-all`."""
 
 REPRESENTATIVES = {"llama", "gemma3", "mamba", "hybrid", "dynamic"}
 """Model families of `make test`: slots, windows, recurrent, hybrid, a RoPE base that changes."""
 
-COMPUTING = [
+COMPUTING = tuple(
     Path(__file__).parent / name
     for name in (
         "orchestrator/simulation",
@@ -53,8 +57,11 @@ COMPUTING = [
         "services/sampling",
         "services/verifier",
     )
-]
+)
 """Folders whose tests run models or simulate: `make test` takes few cases of each."""
+
+EXHAUSTIVE = (Path(__file__).parent / "orchestrator/simulation/test_planner_simulated.py",)
+"""The planner against every fixed choice on many devices takes a minute."""
 
 CASES = 4
 """Cases of a test in these folders that `make test` takes; where families differ, one of each."""
@@ -72,8 +79,10 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark kernels and wide tables; order the files for several test processes."""
     for item in items:
-        if _is_in(item, KERNELS):
+        if _is_in(item.path, KERNELS):
             item.add_marker("kernel")
+        if _is_in(item.path, EXHAUSTIVE):
+            item.add_marker("wide")
     _mark_wide_tables(items)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
@@ -90,14 +99,15 @@ def _mark_wide_tables(items: list[pytest.Item]) -> None:
     """
     tests: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
+        if any(item.get_closest_marker(name) for name in MARKED):
+            continue
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.path, item.originalname].append(item)
     for cases in tests.values():
         cases.sort(key=lambda item: crc32(item.name.encode()))
         families = {item: item.callspec.params.get("family") for item in cases}
         usual = REPRESENTATIVES.intersection(map(str, families.values()))
-        taken = Counter[object]()
-        computing = _is_in(cases[0], COMPUTING)
+        computing = _is_in(cases[0].path, COMPUTING)
         taken = Counter[object]()
         for item, family in families.items():
             allowed = 1 if usual else CASES
@@ -107,5 +117,6 @@ def _mark_wide_tables(items: list[pytest.Item]) -> None:
                 item.add_marker("wide")
 
 
-def _is_in(item: pytest.Item, places: list[Path]) -> bool:
-    return any(item.path.is_relative_to(place) for place in places)
+@cache
+def _is_in(path: Path, places: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(place) for place in places)

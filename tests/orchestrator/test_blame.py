@@ -316,6 +316,7 @@ REQUESTS = st.builds(
 
 @examples(100)
 @given(st.lists(REQUESTS, min_size=1, max_size=4), st.integers(0, 99))
+@pytest.mark.wide
 def test_any_request_is_served_or_refused(asked: list[Generate], token: int) -> None:
     """Whatever it says, the orchestrator goes on, and serves an ordinary one after it."""
     with pytest.MonkeyPatch.context() as patch:
