@@ -1,10 +1,12 @@
 """`ssd generate`: answers on a stack that runs, or on a private one."""
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+import msgspec
 
 from launch.prompts import Prompt, read_prompts
 from launch.settings.flags import Command, Option
@@ -21,11 +23,54 @@ _answer = partial(click.option, cls=Option, group="Answer")
 _speculation = partial(click.option, cls=Option, group="Speculation")
 
 
-@click.command("generate", cls=Command)
+class _Generate(Command):
+    """Says what to do instead of those flags of `mlx_lm.generate` that are not here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises UsageError for such a flag."""
+        args = _drop_verbose_value(args)
+        for flag in (argument.partition("=")[0] for argument in args):
+            if flag in _NOT_HERE:
+                raise UsageError(f"{flag} of mlx_lm.generate is not here: {_NOT_HERE[flag]}")
+        return super().parse_args(ctx, args)
+
+
+def _drop_verbose_value(args: list[str]) -> list[str]:
+    """Read `--verbose True` and `--verbose False` as mlx_lm.generate does; here it has no value."""
+    for at, pair in enumerate(pairwise(args)):
+        if pair[0] == "--verbose" and pair[1] in ("True", "T", "False", "F"):
+            kept = ["--verbose"] if pair[1].startswith("T") else []
+            return [*args[:at], *kept, *args[at + 2 :]]
+    return args
+
+
+_FULL_KV = "the KV cache keeps full precision, or drafts would change the answer"
+_NOT_HERE = {
+    "--extra-eos-token": "end the answer with --stop",
+    "--image": "models read text only",
+    "--xtc-probability": "use --min-p or --top-p",
+    "--xtc-threshold": "use --min-p or --top-p",
+    "--min-tokens-to-keep": "one token is always kept",
+    "--use-default-chat-template": "give the model folder a chat_template.jinja",
+    "--max-kv-size": "limit the memory with --kv-bytes",
+    "--quantize-activations": "choose a model that is quantized as you want it",
+    "-qa": "choose a model that is quantized as you want it",
+    "--kv-bits": _FULL_KV,
+    "--kv-group-size": _FULL_KV,
+    "--quantized-kv-start": _FULL_KV,
+}
+
+
+@click.command("generate", cls=_Generate)
 @click.argument("text", required=False, metavar="[PROMPT]")
 @_prompt("-p", "--prompt", help="The prompt; - reads standard input.")
 @_prompt("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: id, prompt.")
 @_prompt("--system-prompt", default="", help="System prompt.")
+@_prompt("--prefill-response", default="", metavar="TEXT", help="Beginning of the answer.")
+@_prompt("--ignore-chat-template", is_flag=True, help="Continue the prompt as it is.")
+@_prompt("--chat-template-config", metavar="JSON", help="Variables of the chat template.")
+@_prompt("--trust-remote-code", is_flag=True, expose_value=False, hidden=True,
+         help="Nothing: models bring no code.")  # fmt: skip
 @_prompt(
     "-m",
     "--max-tokens",
@@ -107,6 +152,7 @@ def _answer_options(
     """Take the options of the answer out of `options`; what is left configures the stack."""
     choice = take_sampling_choice(options)
     choice.check()
+    variables = options.pop("chat_template_config")
     template = Generate(
         request=0,
         max_tokens=options.pop("max_tokens") or generate.UNLIMITED,
@@ -118,10 +164,13 @@ def _answer_options(
         tree_nodes=options.pop("tree_nodes"),
         verify_ahead=options.pop("verify_ahead"),
         trace=options["trace"] is not None,
+        answer_start=options.pop("prefill_response"),
+        template_options=_read_variables(variables) if variables else {},
     )
     return choice, generate.Options(
         template=template,
         system_prompt=options.pop("system_prompt"),
+        is_raw=options.pop("ignore_chat_template"),
         as_json=options.pop("as_json"),
         statistics=options.pop("stats"),
         details=details,
@@ -129,3 +178,10 @@ def _answer_options(
         explain=options.pop("explain"),
         trace=options.pop("trace"),
     )
+
+
+def _read_variables(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--chat-template-config is not a JSON object: {error}") from error

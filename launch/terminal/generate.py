@@ -27,6 +27,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     template: Generate
     """The request without its messages and number."""
     system_prompt: str = ""
+    is_raw: bool = False
+    """Whether prompts are texts to be continued, rather than messages."""
     as_json: bool = False
     statistics: bool = False
     details: bool = False
@@ -92,10 +94,14 @@ def stream_with_progress(client: Client, request: Generate) -> Generator[Text | 
 
 
 def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
+    number = client.number()
+    if options.is_raw:
+        text = prompt.prompt + options.template.answer_start
+        return msgspec.structs.replace(options.template, request=number, text=text, answer_start="")
     messages = [ChatMessage("user", prompt.prompt)]
     if options.system_prompt:
         messages.insert(0, ChatMessage("system", options.system_prompt))
-    return msgspec.structs.replace(options.template, request=client.number(), messages=messages)
+    return msgspec.structs.replace(options.template, request=number, messages=messages)
 
 
 def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
