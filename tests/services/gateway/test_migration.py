@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,6 +218,42 @@ def test_published_ranges_are_enforced(server: Server) -> None:
     for best, status in ((0, 200), (20, 200), (21, 400)):
         fields = {"logprobs": True, "top_logprobs": best}
         assert server.post(CHAT, fields).status == status
+
+
+def read_guide() -> Iterator[tuple[str, str]]:
+    """Field and range of each row of the guide's table."""
+    page = (Path(__file__).parents[3] / "docs/guide/server.md").read_text(encoding="utf-8")
+    table = page.partition("| field | range |")[2].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        _, fields, text, _ = line.split("|")
+        for field in fields.split(","):
+            yield field.strip(" `"), text.strip()
+
+
+def _shape(field: str, value: float) -> dict[str, Any]:
+    number = int(value) if value == int(value) else value
+    if field == "logit_bias":
+        return {field: {"5": number}}
+    return {field: number, "logprobs": True} if field == "top_logprobs" else {field: number}
+
+
+def test_the_guides_ranges_are_enforced(server: Server) -> None:
+    """Both ends of each range that the guide gives are accepted, and nothing beyond them."""
+    rows = dict(read_guide())
+    assert {"temperature", "n", "seed"} <= rows.keys()
+    for field, text in rows.items():
+        for special in re.findall(r"(-?\d+)(?: and (-?\d+))?:", text):
+            for value in filter(None, special):
+                assert server.post(CHAT, _shape(field, int(value))).status == 200, (field, value)
+        if found := re.match(r"(-?[\d.]+) to (-?[\d.]+)", text):
+            low, high = float(found[1]), float(found[2])
+            step = 1 if field in ("n", "top_logprobs") else 0.01
+            named = {int(value) for value in re.findall(r"(-?\d+):", text)}
+            for value, fits in ((low, 1), (high, 1), (low - step, 0), (high + step, 0)):
+                if value not in named:
+                    status = server.post(CHAT, _shape(field, value)).status
+                    assert status == (200 if fits else 400), (field, value)
+    assert rows["stop"] == "16 strings of 1,024 characters"  # tried in the table above
 
 
 def test_bodies_and_paths_as_they_come(server: Server) -> None:
