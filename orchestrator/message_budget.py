@@ -1,4 +1,4 @@
-"""What a drafter may send: as much as it was asked for, and a little. Pure.
+"""What others may send: a drafter as much as it was asked for, and all of them in turn.
 
 A drafter may be anybody's program. Every message that asks it for something adds the
 answers that may come to its credit, time adds a few heartbeats, and every message that
@@ -6,8 +6,16 @@ comes takes one away, an answer to nothing more than one. When the credit is gon
 be dropped: a flood costs its sender, not the other requests.
 """
 
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
 from protocol.messages import DraftNow, DraftTree, Message, Prepare
 
+T = TypeVar("T")
+
+_MOST_MESSAGES = 64
+_MOST_S = 0.02
 _SLACK = 128.0
 """Credit at the beginning."""
 _MOST = 4096.0
@@ -43,3 +51,17 @@ class MessageBudget:
         unasked = isinstance(message, DraftTree) and not asked_for
         self._credit -= _UNASKED if unasked else 1.0
         return self._credit >= 0.0
+
+
+def take_some(receive: Callable[[], T | None]) -> Iterator[T]:
+    """The messages of one side that are dealt with in one turn of the loop.
+
+    Their number and the time that they take together are limited, but for the last one's.
+    """
+    end = time.monotonic() + _MOST_S
+    for _ in range(_MOST_MESSAGES):
+        if (message := receive()) is None:
+            return
+        yield message
+        if time.monotonic() >= end:
+            return

@@ -12,6 +12,7 @@ import time
 from orchestrator.executor import Executor
 from orchestrator.hang_detector import HangDetector
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.message_budget import take_some
 from orchestrator.registry import Peer, Registry, handshake_error
 from orchestrator.requests.admission import Admission, AdmissionLimits
 from orchestrator.requests.crash_journal import CrashJournal
@@ -19,6 +20,7 @@ from orchestrator.requests.intake import Intake
 from orchestrator.requests.probation import Probation
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
+from orchestrator.requests.rotation import Rotation
 from orchestrator.requests.timeouts import Timeouts, seconds_left
 from orchestrator.sequence.phase import Phase
 from orchestrator.status import StatusReporter
@@ -56,8 +58,6 @@ _log = logging.getLogger(__name__)
 
 _ROLES: tuple[Role, ...] = ("verifier", "drafter")
 _TICK_S = 0.25
-_MOST_MESSAGES = 64
-"""Taken from services, and from clients, in one turn of the loop."""
 
 
 class Orchestrator:
@@ -88,6 +88,7 @@ class Orchestrator:
             self._estimates, settings.draft_timeout_s, settings.verify_timeout_s
         )
         self._executor = self._create_executor(journal)
+        self._rotation = Rotation(self._requests, self._executor)
         admission = Admission(
             tokenizer, vocabulary.size, self._estimates, limits=AdmissionLimits.of(settings)
         )
@@ -127,15 +128,11 @@ class Orchestrator:
         poller.read(self._prompts.descriptor)
         freeze_heap()
         while True:
-            poller.wait(seconds_left(self._requests, _TICK_S, time.monotonic()))
-            for _ in range(_MOST_MESSAGES):
-                if (received := self._services.receive()) is None:
-                    break
+            poller.wait(seconds_left(self._requests.running.values(), _TICK_S, time.monotonic()))
+            for received in take_some(self._services.receive):
                 self._on_service_message(*received)
             self._executor.catch_up()
-            for _ in range(_MOST_MESSAGES):
-                if (request := self._clients.receive()) is None:
-                    break
+            for request in take_some(self._clients.receive):
                 self._on_client_message(*request)
             self._intake.collect(time.monotonic())
             self._check_deadlines()
@@ -207,6 +204,7 @@ class Orchestrator:
         self._executor.commit(request, message, time.monotonic())
         if not request.is_over:
             self._count_progress(request)
+            self._rotation.on_tokens(request, time.monotonic())
 
     def _on_tree(self, message: DraftTree) -> None:
         request = self._requests.running.get(message.sequence)
@@ -248,8 +246,7 @@ class Orchestrator:
         if role == "verifier" and message.sequence == 0:
             self._registry.unreadable = message.error
         request = self._requests.running.get(message.sequence)
-        ids = request.ids if request is not None else {}
-        _log.warning("the %s failed: %s", role, message.error, extra=ids)
+        _log.warning("the %s failed: %s", role, message.error, extra=request.ids if request else {})
         if request is not None and role == "verifier":
             reason = f"the verifier failed: {message.error}"
             self._executor.run(request, request.sequence.finish, "error", reason)
@@ -372,8 +369,8 @@ class Orchestrator:
             self._intake.cancel(peer, number, time.monotonic())
 
     def _start_waiting(self) -> None:
-        for _ in self._requests.start(self._registry.kv_tokens):
-            self._count_streams()
+        self._rotation.advance(self._registry.kv_tokens, time.monotonic())
+        self._count_streams()
         for role in list(self._registry.peers):
             self._open_requests(role)
 
@@ -396,5 +393,7 @@ class Orchestrator:
             self._executor.run(request, self._timeouts.give_up, request)
         for peer, reason in self._registry.find_hanging(now):
             self._mark_for_kill(peer, reason)
+        if self._requests.waiting:
+            self._start_waiting()
         self._services.keep_bound(now)
         self._clients.keep_bound(now)

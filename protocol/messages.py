@@ -635,6 +635,10 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     special_text: bool = False
     """Whether special tokens are text too, stop tokens aside: some models mark thoughts or
     calls of tools by them."""
+    client: str = ""
+    """With whose requests this one shares the places; empty: its connection's own."""
+    group: int = 0
+    """The same for all answers to one request of that client; 0: there is only this one."""
     is_background: bool = False
     """Whether requests that are not may go before it: nobody waits for its answer."""
     count_only: bool = False

@@ -110,6 +110,8 @@ class Admission:
         request = Request(peer, message.request, sequence, text, len(prompt))
         request.most_tokens = _count_most_tokens(message, len(prompt), context_length)
         request.wants_progress = message.progress
+        request.is_background = message.is_background
+        request.client, request.group = share_of(peer, message)
         _log.info("request of %d tokens, mode %s", len(prompt), message.mode, extra=request.ids)
         return request
 
@@ -167,6 +169,11 @@ class Admission:
             raise UsageError(
                 f"token {max(prompt)} is not in the vocabulary of {self._vocabulary_size}"
             )
+
+
+def share_of(peer: bytes, message: Generate) -> tuple[str, int]:
+    """With whose requests one shares, and which of that client's it belongs to."""
+    return message.client or peer.hex(), message.group or message.request
 
 
 def _count_most_tokens(message: Generate, prompt_length: int, context_length: int) -> int:

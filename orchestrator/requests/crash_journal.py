@@ -45,7 +45,7 @@ class _Deaths(msgspec.Struct, forbid_unknown_fields=True):
 def fingerprint(message: Generate) -> bytes:
     """The same for the same request, whichever client asks, whenever, and with what seed."""
     sampling = msgspec.structs.replace(message.sampling, seed=0)
-    plain = msgspec.structs.replace(message, request=0, sampling=sampling)
+    plain = msgspec.structs.replace(message, request=0, client="", group=0, sampling=sampling)
     return hashlib.blake2b(encode(plain), digest_size=_DIGEST_BYTES).digest()
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from orchestrator.requests.admission import Admission
+from orchestrator.requests.admission import Admission, share_of
 from orchestrator.requests.crash_journal import CrashJournal, fingerprint
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.telemetry.recorder import Recorder
@@ -67,10 +67,13 @@ class Intake:
             return  # it was asked again
         if self.closed_because:
             self._reject(peer, message, self.closed_because, "unavailable")
-        elif self._queue.is_full(len(self._prompts)):
+        elif self._queue.is_full(self._arriving(), share_of(peer, message)):
             self._reject(peer, message, _BUSY, "busy")
         else:
             self._guard(peer, message, partial(self._prepare, peer, message, now))
+
+    def _arriving(self) -> list[tuple[str, int]]:
+        return [share_of(peer, message) for (peer, _), message in self._prompts]
 
     def collect(self, now: float) -> None:
         """Go on with the requests whose prompts were tokenised meanwhile."""
@@ -131,7 +134,6 @@ class Intake:
             now=now,
         )
         request.digest = digest
-        request.is_background = message.is_background
         if message.count_only:
             for answer in request.last_messages("length", ""):
                 self._clients.send(peer, answer)

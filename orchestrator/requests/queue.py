@@ -1,59 +1,97 @@
 """The requests that are decoded, and those that wait for their turn and for memory."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from orchestrator.requests.fair_shares import Claim, FairShares
 from orchestrator.requests.request import Request
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.telemetry.window_stats import StatsWindow
 from protocol.messages import WindowStats
 
+_MOST_ANSWERS = 16
+"""Sequences in line for each request that may be there: those of one request count as one."""
+
 
 class RequestQueue:
-    """First come, first served: no request overtakes another, so none starves.
+    """Places are shared fairly (`fair_shares`); memory is given in the same order.
 
-    Only background requests are overtaken, by all others.
+    Background requests are overtaken by all others.
     """
 
     def __init__(self, most: int, most_waiting: int) -> None:
-        self._most = most
         self._most_waiting = most_waiting
         self.running: dict[int, Request] = {}
         """By the number of their sequence."""
-        self.waiting: deque[Request] = deque()
+        self.waiting: dict[int, Request] = {}
+        self._shares = FairShares(most)
         self._window = StatsWindow()
 
     def add(self, request: Request) -> None:
-        """Put a request in line: at its end, or before the background requests there."""
-        first = len(self.waiting)
-        if not request.is_background:
-            first = sum(not other.is_background for other in self.waiting)
-        self.waiting.insert(first, request)
+        """Put a request in line."""
+        self.waiting[request.sequence.number] = request
+        self._shares.add(_claim_of(request))
 
-    def is_full(self, arriving: int = 0) -> bool:
-        """Whether as many wait as may, `arriving` others included."""
-        return len(self.waiting) + arriving >= self._most_waiting > 0
+    def is_full(self, arriving: Iterable[tuple[str, int]], own: tuple[str, int]) -> bool:
+        """Whether as many requests wait as may.
+
+        Args:
+            arriving: client and group of others that are on their way into the line.
+            own: client and group of the one that asks.
+        """
+        most = self._most_waiting
+        if not most:
+            return False
+        others = [*arriving, *((one.client, one.group) for one in self.waiting.values())]
+        full = len(others) >= _MOST_ANSWERS * most
+        return full or len({*others} - {own}) >= most
 
     @property
     def counts(self) -> tuple[int, int]:
         """How many run, and how many wait."""
         return len(self.running), len(self.waiting)
 
-    def start(self, kv_tokens: int) -> Iterator[Request]:
+    def start(self, kv_tokens: int, now: float) -> Iterator[Request]:
         """Start the requests whose turn has come, one by one; each counts as running at once.
 
         `kv_tokens` is what the target's KV may hold, 0 for any number. A request is given
-        room for the longest answer that it may get, so none has to be interrupted later;
-        alone it always fits, since its context is limited to that much.
+        room for the longest answer that it may get, so none runs out of it later; alone it
+        always fits, since its context is limited to that much.
         """
-        while self.waiting and len(self.running) < self._most:
-            request = self.waiting[0]
-            taken = sum(other.most_tokens for other in self.running.values())
-            if self.running and 0 < kv_tokens < taken + request.most_tokens:
+        while self._shares.has_place and (claim := self._shares.find_next()) is not None:
+            request = self.waiting[claim.number]
+            if not self._fits(request, kv_tokens):
                 return
-            self.waiting.popleft()
-            self.running[request.sequence.number] = request
+            self._shares.take(claim, now)
+            self.running[claim.number] = self.waiting.pop(claim.number)
             yield request
+
+    def find_victim(self, kv_tokens: int, now: float) -> Request | None:
+        """A running request that has to make room for the next one; None if there is none."""
+        claim = self._shares.find_next()
+        if claim is None:
+            return None
+        if self._shares.has_place and self._fits(self.waiting[claim.number], kv_tokens):
+            return None
+        victim = self._shares.find_victim(now)
+        return self.running[victim.number] if victim is not None else None
+
+    def _fits(self, request: Request, kv_tokens: int) -> bool:
+        taken = sum(other.most_tokens for other in self.running.values())
+        return not self.running or not 0 < kv_tokens < taken + request.most_tokens
+
+    def begin(self, request: Request, now: float) -> bool:
+        """It has decoded something; False if it has to wait now (`suspend`)."""
+        return self._shares.begin(request.sequence.number, now)
+
+    def park(self, request: Request) -> bool:
+        """Let it compute its prompt without a place; False if it has to wait (`suspend`)."""
+        return self._shares.park(_claim_of(request))
+
+    def suspend(self, request: Request) -> None:
+        """It is in line again."""
+        number = request.sequence.number
+        self.waiting[number] = self.running.pop(number)
+        self._shares.give_up(_claim_of(request))
 
     def find(self, peer: bytes, number: int) -> Request | None:
         """A client's request by its own number, if it is not over."""
@@ -63,8 +101,8 @@ class RequestQueue:
         """The request is over."""
         self._window.end(request.sequence.recorder)
         self.running.pop(request.sequence.number, None)
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.pop(request.sequence.number, None)
+        self._shares.remove(_claim_of(request))
 
     def update_window(self, now: float) -> None:
         """Keep the statistics of the last seconds; call at every wake-up."""
@@ -79,4 +117,9 @@ class RequestQueue:
         return (request.sequence.recorder for request in self.running.values())
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([*self.running.values(), *self.waiting])
+        return iter([*self.running.values(), *self.waiting.values()])
+
+
+def _claim_of(request: Request) -> Claim:
+    client = (request.is_background, request.client)
+    return Claim(request.sequence.number, client, request.group)

@@ -56,6 +56,10 @@ class Request:
     """A stop string is complete; what the round in flight adds is not part of the answer."""
     is_unreachable: bool = False
     """A message did not reach the client, which will ask again."""
+    client: str = ""
+    """With whose requests it shares."""
+    group: int = 0
+    """The same for all answers to one of that client's requests."""
     is_background: bool = False
     """Others may go before it."""
     is_over: bool = False
@@ -107,6 +111,12 @@ class Request:
         self.sequence.on_verifier_lost()
         self.deadline = None
         return []
+
+    def suspend(self) -> list[Action]:
+        """Give way to others for a while; it goes on from its committed tokens."""
+        self.open_at.clear()
+        self.frames.clear()
+        return self.sequence.suspend()
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
         """The drafter sent one depth."""

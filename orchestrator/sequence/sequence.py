@@ -98,6 +98,12 @@ class Sequence:
             self.phase = Phase.STRANDED
             self.round += MOST_GRANTED if self.round else 0  # its last outcomes mean nothing
 
+    def suspend(self) -> list[Action]:
+        """Close it at the services; it waits to be opened there again."""
+        self.on_verifier_lost()
+        self.recorder.was_suspended = True
+        return self._close()
+
     def on_drafter_up(self, context_length: int, *, takes_trees: bool = False) -> list[Action]:
         """A drafter is ready: open there, and prepare for the round in flight."""
         if self.phase is Phase.FINISHED or self.planner.mode == "ar":
@@ -166,7 +172,7 @@ class Sequence:
             return []
         (done, outcome, emitted, ends), self._decided = self._decided, None
         actions = self._look_ahead() if ends is None else []
-        last_token_at = self.recorder.last_token_at if self.recorder.rounds else None
+        last_token_at = self.recorder.take_last_token_at()
         seen = done.observe(outcome, self._limits, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(seen)
         if ends is None:
@@ -382,7 +388,12 @@ class Sequence:
         self.phase = Phase.FINISHED
         now = self.recorder.last_token_at or self.recorder.received_at
         self.recorder.plain_tok_s, self.recorder.plain_age_s = self.planner.report_plain(now)
+        return [*self._close(), Finish(reason, error)]
+
+    def _close(self) -> list[Action]:
         actions: list[Action] = [ToVerifier(CloseSequence(sequence=self.number))]
         if self._limits.has_drafter:
+            self._limits.has_drafter = False
             actions.append(ToDrafter(CloseSequence(sequence=self.number)))
-        return [*actions, Finish(reason, error)]
+        self.current.forget()
+        return actions

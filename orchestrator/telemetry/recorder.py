@@ -66,6 +66,8 @@ class Recorder:
     ranks: Counter[int] = field(default_factory=Counter)
     offered_by_rank: Counter[int] = field(default_factory=Counter)
     chosen_by_rank: Counter[int] = field(default_factory=Counter)
+    was_suspended: bool = False
+    """Others had its place since the last token: the time until the next one is not its own."""
     timeline: Timeline | None = None
     """What each process did and when, if the client asked for it."""
     _predicted_tokens: float = 0.0
@@ -73,6 +75,11 @@ class Recorder:
     _last_accepted: int = 0
     _first_lag: int = 0
     """Of the last round's draft; 0 if no drafter made it."""
+
+    def take_last_token_at(self) -> float | None:
+        """When the round before the one that ends now ended; None if it began afresh."""
+        afresh, self.was_suspended = self.was_suspended or not self.rounds, False
+        return None if afresh else self.last_token_at
 
     def count_emitted(self, tokens: int, now: float) -> None:
         """Count tokens that became part of the answer."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -181,6 +181,9 @@ class PromptEncoder:
 
     def __contains__(self, ticket: Ticket) -> bool:
         return ticket in self._tickets
+
+    def __iter__(self) -> Iterator[tuple[Ticket, Generate]]:
+        return iter([(ticket, message) for ticket, (_, message) in self._tickets.items()])
 
     def cancel(self, ticket: Ticket) -> bool:
         """Forget a request that waits; False if it does not."""

@@ -160,7 +160,8 @@ class Gateway:
         if model.sampling != self._settings.sampling:
             task = read(body, replace(self._settings, sampling=model.sampling)).task
         is_background = request.headers.get("x-priority", "").lower() == "background"
-        return dataclasses.replace(task, is_background=is_background)
+        client = request.client.host if request.client else ""
+        return dataclasses.replace(task, is_background=is_background, client=client)
 
     async def _generate(
         self, lease: Lease, plan: Callable[[], Task], reply: Reply

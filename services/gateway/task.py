@@ -87,6 +87,8 @@ class Task:
     """The drafter that must be running."""
     num_draft_tokens: int = 0
     stream: bool = False
+    client: str = ""
+    """Who asks: places are shared by client."""
     is_background: bool = False
     """Whether requests of others may go before it."""
     unknown: list[str] = field(default_factory=list)
@@ -158,16 +160,25 @@ class TaskPlanner:
         opened = bool(task.prompts[0].messages) and self._opens_thought(options)
         sampling = _add_grammar(task.sampling, grammar)
         check_sampling(sampling)
+        group = 1 + secrets.randbits(62)
         requests = [
-            self._request(
-                task,
-                prompt,
-                replace(sampling, seed=(sampling.seed + offset) % 2**63),
-                options,
-                self._answer_start(prompt, closes=opened and bool(grammar)),
+            replace(
+                request,
+                request=next(self._numbers),
+                group=group,
+                sampling=replace(sampling, seed=seed % 2**63),
             )
             for prompt in task.prompts
-            for offset in range(task.choices)
+            for request in [
+                self._request(
+                    task,
+                    prompt,
+                    sampling,
+                    options,
+                    self._answer_start(prompt, closes=opened and bool(grammar)),
+                )
+            ]
+            for seed in range(sampling.seed, sampling.seed + task.choices)
         ]
         form = self._format if task.prompts[0].messages and not grammar else AnswerFormat()
         return [
@@ -229,6 +240,7 @@ class TaskPlanner:
                 mode="ar" if task.plain else "ssd",
                 num_draft_tokens=task.num_draft_tokens,
                 max_draft_tokens=self._max_draft_tokens,
+                client=task.client,
                 is_background=task.is_background,
                 progress=task.stream,
             )

@@ -129,6 +129,7 @@ class FakeTokenizer:
     """Every token is one letter, and every conversation the same three tokens."""
 
     stop_ids = frozenset({99})
+    parse_special = False
 
     def encode_prompt(self, prompt: EncodePrompt) -> list[int]:
         return [1, 2, 3]

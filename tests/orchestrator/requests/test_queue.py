@@ -149,6 +149,41 @@ def test_cached_tokens_are_told() -> None:
 def test_an_empty_line() -> None:
     """Nobody is there, nobody starts, nobody is found."""
     requests = RequestQueue(1, 1)
-    assert list(requests) == list(requests.start(0)) == []
+    assert list(requests) == list(requests.start(0, 0.0)) == []
     assert requests.find(b"c", 1) is None
-    assert not requests.is_full()
+    assert requests.find_victim(0, 0.0) is None
+    assert not requests.is_full([], ("a", 1))
+
+
+def test_a_request_for_many_answers_makes_room() -> None:
+    """Its sequences are put aside for others, and go on from their tokens: nothing is lost."""
+    house = house_of(concurrency=2)
+    for request in (1, 2, 3):
+        house.client(ask(request, max_tokens=4, client="crowd", group=7))
+    assert running(house) == [1, 2]
+    verified(house, 2, 20)
+    late = [m for m in house.told(b"v", Verify) if m.sequence == 2][-1]
+    house.client(ask(9, max_tokens=1, client="crowd", group=8))
+    assert running(house) == [1, 4]
+    house.service(b"v", outcome_of(late, bonus=99, sequences=1, rows=1))
+    verified(house, 4, 5)
+    house.service(b"v", outcome_of(late, bonus=99, sequences=1, rows=1))
+    assert [m.tokens for m in house.told(b"v", OpenSequence) if m.sequence == 2] == [
+        [1, 1], [1, 1, 1]
+    ]  # fmt: skip
+    for bonus in (21, 22, 23):
+        verified(house, 2, bonus)
+    texts = [text.tokens for text in house.told(b"c", Text) if text.request == 2]
+    assert texts == [[20], [21], [22], [23]]
+    assert [f.request for f in house.told(b"c", Finished)] == [9, 2]
+
+
+def test_a_full_line_counts_requests() -> None:
+    """All answers to one request take one place in line; another client's request is another."""
+    house = house_of(concurrency=1, max_waiting=2)
+    for request in range(1, 10):
+        house.client(ask(request, client="a", group=1))
+    house.client(ask(20, client="a", group=2))
+    assert not house.told(b"c", Rejected)
+    house.client(ask(21, client="b", group=1))
+    assert [refusal.request for refusal in house.told(b"c", Rejected)] == [21]

@@ -1,0 +1,192 @@
+"""Who decodes and who waits: places are shared by client, then by request. Pure.
+
+The sequences of one request (its `n` answers) are decoded one after the other while others wait.
+A place goes to the client that holds fewest, and within it to the request that holds fewest;
+of equals, to the one that was served longest ago. Whoever holds more than its share gives a place
+up at once, and where there are more requests than places, each holds one in turn.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, inf
+
+_ROUND_S = 0.6
+"""For how long a request is put aside, where all others hold a place as long as it did."""
+_SHORTEST_STINT_S = 0.1
+"""Less is not worth opening a sequence again."""
+
+Client = tuple[bool, str]
+"""Whether its requests yield to all others, and its name."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sequence that wants a place."""
+
+    number: int
+    """Of the sequence: lower ones of a request come first."""
+    client: Client
+    group: int
+    """Of the client's request."""
+
+    @property
+    def request(self) -> tuple[Client, int]:
+        """The request that it belongs to, among all clients'."""
+        return self.client, self.group
+
+
+@dataclass
+class _Hold:
+    claim: Claim
+    since: float
+    has_begun: bool = False
+    """Whether it has decoded anything since then."""
+
+
+class FairShares:
+    """Claims and the places they hold; times in seconds of any one clock."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._held: dict[int, _Hold] = {}
+        self._parked: dict[int, Claim] = {}
+        """Prompts that are still being computed after their time was over; they hold no place."""
+        self._lines: dict[Client, dict[int, dict[int, Claim]]] = {}
+        """Claims that wait, by client, request and number."""
+        self._turns: dict[Client | tuple[Client, int], int] = {}
+        """The order in which clients and requests were served last."""
+        self._numbers = itertools.count()
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a place is free."""
+        return len(self._held) < self._places
+
+    @property
+    def requests_waiting(self) -> int:
+        """Requests of which a sequence waits and none is at work."""
+        at_work = {claim.request for claim in self._at_work()}
+        return sum(
+            (client, group) not in at_work
+            for client, groups in self._lines.items()
+            for group in groups
+        )
+
+    def add(self, claim: Claim) -> None:
+        """It waits from now on."""
+        for key in (claim.client, claim.request):
+            self._turns.setdefault(key, next(self._numbers))
+        self._lines.setdefault(claim.client, {}).setdefault(claim.group, {})[claim.number] = claim
+
+    def remove(self, claim: Claim) -> None:
+        """It is over, wherever it was."""
+        self._held.pop(claim.number, None)
+        self._parked.pop(claim.number, None)
+        self._leave_line(claim)
+        others = [*self._at_work(), *self._waiting()]
+        if all(other.request != claim.request for other in others):
+            self._turns.pop(claim.request, None)
+        if all(other.client != claim.client for other in others):
+            self._turns.pop(claim.client, None)
+
+    def find_next(self) -> Claim | None:
+        """Whose turn it is to be given a place, if anybody waits."""
+        if not self._lines:
+            return None
+        clients, requests = self._count_held()
+        client = min(self._lines, key=lambda one: (one[0], clients[one], self._turns[one]))
+        groups = self._lines[client]
+        group = min(groups, key=lambda g: (requests[client, g], self._turns[client, g]))
+        return groups[group][min(groups[group])]
+
+    def take(self, claim: Claim, now: float) -> None:
+        """It is given a place."""
+        self._leave_line(claim)
+        self._held[claim.number] = _Hold(claim, now)
+        self._move_back(claim)
+
+    def begin(self, number: int, now: float) -> bool:
+        """It has decoded something; False if it holds no place and there is none for it."""
+        hold = self._held.get(number)
+        if hold is None and (parked := self._parked.get(number)) is not None:
+            if not self.has_place:
+                return False
+            del self._parked[number]
+            hold = self._held[number] = _Hold(parked, now)
+        if hold is not None:
+            hold.has_begun = True
+        return True
+
+    def park(self, claim: Claim) -> bool:
+        """Go on with its prompt without a place; False if that is computed, or too many do."""
+        if self._held[claim.number].has_begun or len(self._parked) >= self._places:
+            return False
+        del self._held[claim.number]
+        self._parked[claim.number] = claim
+        return True
+
+    def give_up(self, claim: Claim) -> None:
+        """It waits again, behind all others."""
+        self._held.pop(claim.number, None)
+        self._parked.pop(claim.number, None)
+        self.add(claim)
+        self._move_back(claim)
+
+    def find_victim(self, now: float) -> Claim | None:
+        """Who has to make room for whoever is next, if anybody has to."""
+        waiting = self.find_next()
+        if waiting is None:
+            return None
+        stint_s = self._stint_s
+        clients, requests = self._count_held()
+        best, best_rank = None, (0.0, 0.0)
+        for hold in self._held.values():
+            held = hold.claim
+            if held.client == waiting.client:
+                excess: float = requests[held.request] - requests[waiting.request]
+            else:
+                excess = clients[held.client] - clients[waiting.client]
+                if held.client[0] != waiting.client[0]:
+                    excess = inf if held.client[0] else 0
+            held_s = now - hold.since
+            is_due = excess > 1 or (excess == 1 and held_s >= stint_s)
+            # Of one request, the sequences that were begun last wait first.
+            rank = (excess, held_s if excess == 1 else held.number)
+            if is_due and rank > best_rank:
+                best, best_rank = held, rank
+        return best
+
+    @property
+    def _stint_s(self) -> float:
+        """How long a place is held where others wait for one that hold none."""
+        rounds = ceil(max(1, self.requests_waiting) / self._places)
+        return max(_SHORTEST_STINT_S, _ROUND_S / rounds)
+
+    def _count_held(self) -> tuple[Counter[Client], Counter[tuple[Client, int]]]:
+        claims = [hold.claim for hold in self._held.values()]
+        return Counter(c.client for c in claims), Counter(c.request for c in claims)
+
+    def _at_work(self) -> Iterator[Claim]:
+        yield from (hold.claim for hold in self._held.values())
+        yield from self._parked.values()
+
+    def _waiting(self) -> Iterator[Claim]:
+        for groups in self._lines.values():
+            for line in groups.values():
+                yield from line.values()
+
+    def _leave_line(self, claim: Claim) -> None:
+        groups = self._lines.get(claim.client, {})
+        line = groups.get(claim.group, {})
+        line.pop(claim.number, None)
+        if not line:
+            groups.pop(claim.group, None)
+        if not groups:
+            self._lines.pop(claim.client, None)
+
+    def _move_back(self, claim: Claim) -> None:
+        """Its client and its request are the last of their equals now."""
+        for key in (claim.client, claim.request):
+            self._turns[key] = next(self._numbers)
