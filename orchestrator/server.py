@@ -383,7 +383,7 @@ class Orchestrator:
 
     def _count_streams(self) -> None:
         running = self._requests.running
-        self._estimates.batch.streams = max(1, len(running))
+        self._estimates.batch.streams = max(1, self._requests.counts[0])
         self._registry.draws = any(request.draws for request in running.values())
 
     def _check_deadlines(self) -> None:
@@ -393,7 +393,7 @@ class Orchestrator:
             self._executor.run(request, self._timeouts.give_up, request)
         for peer, reason in self._registry.find_hanging(now):
             self._mark_for_kill(peer, reason)
-        if self._requests.waiting:
+        if self._requests.has_waiting:
             self._start_waiting()
         self._services.keep_bound(now)
         self._clients.keep_bound(now)

@@ -146,5 +146,5 @@ def _state_of(request: Request) -> SequenceState:
             return "verify" if request.cached_tokens is not None else "prefill"
         case Phase.DRAFTING:
             return "draft"
-        case Phase.STRANDED | Phase.FINISHED:
+        case Phase.STRANDED | Phase.HELD | Phase.FINISHED:
             return "stranded"

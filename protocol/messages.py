@@ -638,7 +638,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     client: str = ""
     """With whose requests this one shares the places; empty: its connection's own."""
     group: int = 0
-    """The same for all answers to one request of that client; 0: there is only this one."""
+    """Shared by all answers to one request of that client; 0: there is only this one."""
     is_background: bool = False
     """Whether requests that are not may go before it: nobody waits for its answer."""
     count_only: bool = False

@@ -1,9 +1,10 @@
-"""Who decodes and who waits: places are shared by client, then by request. Pure.
+"""The order in which requests decode: places are shared by client, then by request. Pure.
 
 The sequences of one request (its `n` answers) are decoded one after the other while others wait.
 A place goes to the client that holds fewest, and within it to the request that holds fewest;
-of equals, to the one that was served longest ago. Whoever holds more than its share gives a place
-up at once, and where there are more requests than places, each holds one in turn.
+of equals, to the one that was served longest ago. A request with more than its share gives a place
+up at once, and where there are more requests than places, each holds one in turn. In a crowd
+there are more places than usual, since their number decides how long each request waits.
 """
 
 import itertools
@@ -14,11 +15,15 @@ from math import ceil, inf
 
 _ROUND_S = 0.6
 """For how long a request is put aside, where all others hold a place as long as it did."""
+_MOST_ROUNDS = 4
+"""If each request had to wait for more of them, there are more places."""
+_MOST_PLACES = 4
+"""Multiple of those that were asked for: a pass over a few sequences costs little more."""
 _SHORTEST_STINT_S = 0.1
-"""Less is not worth opening a sequence again."""
+"""Less is not worth the change."""
 
 Client = tuple[bool, str]
-"""Whether its requests yield to all others, and its name."""
+"""A client: if its requests yield to all others, and its name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class _Hold:
     claim: Claim
     since: float
     has_begun: bool = False
-    """Whether it has decoded anything since then."""
+    """True once it has decoded anything since then."""
 
 
 class FairShares:
@@ -61,8 +66,8 @@ class FairShares:
 
     @property
     def has_place(self) -> bool:
-        """Whether a place is free."""
-        return len(self._held) < self._places
+        """True if a place is free."""
+        return len(self._held) < self._count_places()
 
     @property
     def requests_waiting(self) -> int:
@@ -92,7 +97,7 @@ class FairShares:
             self._turns.pop(claim.client, None)
 
     def find_next(self) -> Claim | None:
-        """Whose turn it is to be given a place, if anybody waits."""
+        """Find the claim that gets the next place; None if none waits."""
         if not self._lines:
             return None
         clients, requests = self._count_held()
@@ -121,7 +126,7 @@ class FairShares:
 
     def park(self, claim: Claim) -> bool:
         """Go on with its prompt without a place; False if that is computed, or too many do."""
-        if self._held[claim.number].has_begun or len(self._parked) >= self._places:
+        if self._held[claim.number].has_begun or len(self._parked) >= self._count_places():
             return False
         del self._held[claim.number]
         self._parked[claim.number] = claim
@@ -135,7 +140,7 @@ class FairShares:
         self._move_back(claim)
 
     def find_victim(self, now: float) -> Claim | None:
-        """Who has to make room for whoever is next, if anybody has to."""
+        """Find the claim that has to make room for the next one; None if none has to."""
         waiting = self.find_next()
         if waiting is None:
             return None
@@ -161,8 +166,14 @@ class FairShares:
     @property
     def _stint_s(self) -> float:
         """How long a place is held where others wait for one that hold none."""
-        rounds = ceil(max(1, self.requests_waiting) / self._places)
+        rounds = ceil(max(1, self.requests_waiting) / self._count_places())
         return max(_SHORTEST_STINT_S, _ROUND_S / rounds)
+
+    def _count_places(self) -> int:
+        """Count the places: as many as were asked for, or more in a crowd."""
+        requests = sum(len(groups) for groups in self._lines.values())
+        wanted = ceil(requests / _MOST_ROUNDS)
+        return min(_MOST_PLACES * self._places, max(self._places, wanted))
 
     def _count_held(self) -> tuple[Counter[Client], Counter[tuple[Client, int]]]:
         claims = [hold.claim for hold in self._held.values()]

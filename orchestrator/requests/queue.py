@@ -21,7 +21,9 @@ class RequestQueue:
     def __init__(self, most: int, most_waiting: int) -> None:
         self._most_waiting = most_waiting
         self.running: dict[int, Request] = {}
-        """By the number of their sequence."""
+        """By the number of their sequence: those that the services know, held ones included."""
+        self._held: dict[int, Request] = {}
+        """Those of them that wait for their next turn, the last one last."""
         self.waiting: dict[int, Request] = {}
         self._shares = FairShares(most)
         self._window = StatsWindow()
@@ -32,7 +34,7 @@ class RequestQueue:
         self._shares.add(_claim_of(request))
 
     def is_full(self, arriving: Iterable[tuple[str, int]], own: tuple[str, int]) -> bool:
-        """Whether as many requests wait as may.
+        """Check if as many requests wait as may.
 
         Args:
             arriving: client and group of others that are on their way into the line.
@@ -41,14 +43,16 @@ class RequestQueue:
         most = self._most_waiting
         if not most:
             return False
-        others = [*arriving, *((one.client, one.group) for one in self.waiting.values())]
+        waiting = [*self.waiting.values(), *self._held.values()]
+        others = [*arriving, *((one.client, one.group) for one in waiting)]
         full = len(others) >= _MOST_ANSWERS * most
         return full or len({*others} - {own}) >= most
 
     @property
     def counts(self) -> tuple[int, int]:
         """How many run, and how many wait."""
-        return len(self.running), len(self.waiting)
+        held = len(self._held)
+        return len(self.running) - held, len(self.waiting) + held
 
     def start(self, kv_tokens: int, now: float) -> Iterator[Request]:
         """Start the requests whose turn has come, one by one; each counts as running at once.
@@ -57,41 +61,65 @@ class RequestQueue:
         room for the longest answer that it may get, so none runs out of it later; alone it
         always fits, since its context is limited to that much.
         """
-        while self._shares.has_place and (claim := self._shares.find_next()) is not None:
-            request = self.waiting[claim.number]
+        while self._shares.has_place and (request := self._find_next()) is not None:
             if not self._fits(request, kv_tokens):
                 return
-            self._shares.take(claim, now)
-            self.running[claim.number] = self.waiting.pop(claim.number)
+            number = request.sequence.number
+            self._shares.take(_claim_of(request), now)
+            self._held.pop(number, None)
+            self.waiting.pop(number, None)
+            self.running[number] = request
             yield request
 
-    def find_victim(self, kv_tokens: int, now: float) -> Request | None:
-        """A running request that has to make room for the next one; None if there is none."""
-        claim = self._shares.find_next()
-        if claim is None:
+    def find_useless(self, kv_tokens: int) -> Request | None:
+        """A request whose memory the next one needs while it waits itself."""
+        request = self._find_next()
+        if request is None or self._fits(request, kv_tokens) or not self._held:
             return None
-        if self._shares.has_place and self._fits(self.waiting[claim.number], kv_tokens):
+        return self._held[next(reversed(self._held))]
+
+    def find_victim(self, kv_tokens: int, now: float) -> Request | None:
+        """A request at work that has to make room for the next one; None if there is none."""
+        request = self._find_next()
+        if request is None or (self._shares.has_place and self._fits(request, kv_tokens)):
             return None
         victim = self._shares.find_victim(now)
         return self.running[victim.number] if victim is not None else None
 
+    def _find_next(self) -> Request | None:
+        claim = self._shares.find_next()
+        if claim is None:
+            return None
+        return self._held.get(claim.number) or self.waiting[claim.number]
+
     def _fits(self, request: Request, kv_tokens: int) -> bool:
-        taken = sum(other.most_tokens for other in self.running.values())
-        return not self.running or not 0 < kv_tokens < taken + request.most_tokens
+        """Check that there is room for it with all that the services know."""
+        others = [one.most_tokens for one in self.running.values() if one is not request]
+        return not others or not 0 < kv_tokens < sum(others) + request.most_tokens
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if any request waits for its turn."""
+        return bool(self.waiting or self._held)
 
     def begin(self, request: Request, now: float) -> bool:
-        """It has decoded something; False if it has to wait now (`suspend`)."""
+        """It has decoded something; False if it has to wait now (`hold`)."""
         return self._shares.begin(request.sequence.number, now)
 
     def park(self, request: Request) -> bool:
-        """Let it compute its prompt without a place; False if it has to wait (`suspend`)."""
+        """Let it compute its prompt without a place; False if it has to wait (`hold`)."""
         return self._shares.park(_claim_of(request))
 
-    def suspend(self, request: Request) -> None:
-        """It is in line again."""
-        number = request.sequence.number
-        self.waiting[number] = self.running.pop(number)
+    def hold(self, request: Request) -> None:
+        """It waits for its next turn, and keeps its memory."""
+        self._held[request.sequence.number] = request
         self._shares.give_up(_claim_of(request))
+
+    def evict(self, request: Request) -> None:
+        """It goes on waiting without memory."""
+        number = request.sequence.number
+        del self._held[number]
+        self.waiting[number] = self.running.pop(number)
 
     def find(self, peer: bytes, number: int) -> Request | None:
         """A client's request by its own number, if it is not over."""
@@ -101,6 +129,7 @@ class RequestQueue:
         """The request is over."""
         self._window.end(request.sequence.recorder)
         self.running.pop(request.sequence.number, None)
+        self._held.pop(request.sequence.number, None)
         self.waiting.pop(request.sequence.number, None)
         self._shares.remove(_claim_of(request))
 

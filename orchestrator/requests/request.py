@@ -59,7 +59,7 @@ class Request:
     client: str = ""
     """With whose requests it shares."""
     group: int = 0
-    """The same for all answers to one of that client's requests."""
+    """Shared by all answers to one of that client's requests."""
     is_background: bool = False
     """Others may go before it."""
     is_over: bool = False
@@ -113,7 +113,7 @@ class Request:
         return []
 
     def suspend(self) -> list[Action]:
-        """Give way to others for a while; it goes on from its committed tokens."""
+        """Give its memory to others; it goes on from its committed tokens."""
         self.open_at.clear()
         self.frames.clear()
         return self.sequence.suspend()

@@ -1,6 +1,4 @@
-"""Requests take their turns: who starts, and who is put aside until its next turn."""
-
-from collections import deque
+"""Starts requests, and puts others aside until their next turn."""
 
 from orchestrator.executor import Executor
 from orchestrator.requests.queue import RequestQueue
@@ -25,19 +23,28 @@ class Rotation:
             now: the time.
         """
         for _ in range(_MOST_CHANGES):
-            deque(self._requests.start(kv_tokens, now), maxlen=0)
-            if (victim := self._requests.find_victim(kv_tokens, now)) is None:
+            for request in self._requests.start(kv_tokens, now):
+                self._executor.run(request, request.sequence.release)
+            if (useless := self._requests.find_useless(kv_tokens)) is not None:
+                self._evict(useless)
+            elif (victim := self._requests.find_victim(kv_tokens, now)) is None:
                 return
-            if not self._requests.park(victim):
-                self._suspend(victim)
+            elif not self._requests.park(victim):
+                self._hold(victim)
 
     def on_tokens(self, request: Request, now: float) -> None:
         """It has decoded something; if its place is another's by now, it waits."""
         if not self._requests.begin(request, now):
-            self._suspend(request)
+            self._hold(request)
 
-    def _suspend(self, request: Request) -> None:
-        """Put a request aside; the services keep its KV while they can."""
+    def _hold(self, request: Request) -> None:
+        """Put a request aside; its KV stays where it is."""
+        self._executor.run(request, request.sequence.hold)
+        if not request.is_over:
+            self._requests.hold(request)
+
+    def _evict(self, request: Request) -> None:
+        """Take its memory from a request that waits; the services keep its KV while they can."""
         self._executor.run(request, request.suspend)
         if not request.is_over:
-            self._requests.suspend(request)
+            self._requests.evict(request)

@@ -61,7 +61,7 @@ class Timeouts:
                     request.sequence.recorder.verifying_since = now
             case Phase.DRAFTING:
                 request.deadline = now + self.draft_wait_s
-            case Phase.STRANDED | Phase.FINISHED:
+            case Phase.STRANDED | Phase.HELD | Phase.FINISHED:
                 request.deadline = None
 
     def on_draft(self, request: Request | None, now: float) -> None:

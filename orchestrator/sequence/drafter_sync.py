@@ -1,5 +1,7 @@
 """How far the drafter knows a sequence, and the messages that bring it up to date."""
 
+from collections.abc import Sequence
+
 from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
@@ -51,6 +53,27 @@ class DrafterSync:
     def on_last_depth(self) -> None:
         """The draft that it was asked for is complete."""
         self._is_drafting = False
+
+    def follow(
+        self, tokens: Tokens, number: int, current: Round, limits: RoundLimits, *, speculates: bool
+    ) -> Sequence[Prepare | DraftNow]:
+        """Choose what to send to it as round `number` begins.
+
+        Args:
+            tokens: of the sequence, the pending one included.
+            number: of the round.
+            current: the round.
+            limits: of its drafts.
+            speculates: whether drafts could be prepared.
+        """
+        is_ssd = self._planner.mode == "ssd"
+        if speculates and is_ssd and self.is_behind(tokens):
+            return [self.catch_up(tokens, number)]
+        if not (is_ssd and current.speculating):
+            stops = self.stop(tokens, number)
+            return stops if limits.has_drafter else []
+        current.asked = self.prepare(tokens, number, current, limits)
+        return [current.asked]
 
     def prepare(self, tokens: Tokens, number: int, current: Round, limits: RoundLimits) -> Prepare:
         """Ask for branches for what round `number` may end with."""

@@ -77,9 +77,13 @@ class FreeRun:
         if not self._round:
             return []
         if speculates or self._finds_lookup(current, tokens):
-            number, self._round = self._round, 0
-            return [ToVerifier(Revoke(sequence=self._sequence, round=number))]
+            return self.revoke()
         return self._renew(len(tokens))
+
+    def revoke(self) -> list[Action]:
+        """End it, if it goes on."""
+        number, self._round = self._round, 0
+        return [ToVerifier(Revoke(sequence=self._sequence, round=number))] if number else []
 
     def _renew(self, length: int) -> list[Action]:
         """Grant more as soon as half of what may be is used, so that the verifier never waits."""

@@ -69,9 +69,16 @@ class RoundLimits:
     verifier_takes_trees: bool = False
     drafter_takes_trees: bool = False
 
-    def set_context(self, context_length: int) -> None:
-        """Set what the target can attend to, in tokens; 0 means unlimited."""
+    def set_context(self, context_length: int, length: int) -> str:
+        """Set what the target can attend to, in tokens; 0 means unlimited.
+
+        Returns:
+            Why a sequence of this length has no room in it; empty if it has.
+        """
         self.limits = replace(self.limits, context_length=context_length)
+        if 0 < context_length <= length:
+            return f"{length} tokens are more than the target takes, {context_length}"
+        return ""
 
     def cut(self, length: int, emitted: Tokens) -> tuple[int, FinishReason | None]:
         """How many of these tokens belong to the answer, and why it ends if it does."""

@@ -11,4 +11,6 @@ class Phase(Enum):
     """The target waits for a draft."""
     STRANDED = auto()
     """There is no verifier."""
+    HELD = auto()
+    """Others have their turn."""
     FINISHED = auto()

@@ -7,6 +7,7 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.speculation_cache import OutcomeKey, SpeculationCache
+from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     DraftNow,
     DraftTree,
@@ -170,3 +171,15 @@ class EndedRound(NamedTuple):
     emitted: Tokens
     """Those that belong to the answer."""
     ends: FinishReason | None
+
+    def record(self, recorder: Recorder, seen: RoundObservation, now: float) -> list[TokenOrigin]:
+        """Do the statistics; returns where each of the emitted tokens came from."""
+        done, outcome = self.round, self.outcome
+        recorder.plain_rounds += not done.speculating and done.origin != "lookup"
+        recorder.add_times(outcome, done.draft, done.origin, now, unasked=done.begun_unasked)
+        recorder.add_round(seen)
+        kept, origins = len(self.emitted), done.origins(outcome)
+        accepted = origins[: min(kept, outcome.accepted)]
+        recorder.count_verified(done.draft, accepted, done.origin)
+        recorder.count_emitted(kept, now)
+        return origins[:kept]

@@ -3,21 +3,14 @@
 Every method takes an event and returns the actions that answer it, in the order in which
 they should be carried out. Only the end of a verification takes two calls: `decide` returns
 what the services wait for, which must leave at once, and `record` does the books while the
-target is busy again. The committed tokens are the truth; a verifier or a drafter that dies
-is rebuilt from them.
+target is busy again. A service that dies is rebuilt from the committed tokens.
 """
 
 from typing import assert_never
 
 from msgspec.structs import replace
 
-from orchestrator.sequence.actions import (
-    Action,
-    Emit,
-    Finish,
-    ToDrafter,
-    ToVerifier,
-)
+from orchestrator.sequence.actions import Action, Emit, Finish, ToDrafter, ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.free_run import MOST_GRANTED, FreeRun
@@ -70,6 +63,7 @@ class Sequence:
         self._free_run = FreeRun(number, planner, self._limits, self._lookups)
         self._next_rounds = NextRounds(number, planner, self._limits, self._free_run)
         self._decided: EndedRound | None = None
+        self._is_held = False  # others have their turn
         self._row = 0  # where the last outcome ended
         self._backup = SpeculationCache()  # what has arrived of the draft the target waits for
         self._waiting_since = 0.0
@@ -86,11 +80,8 @@ class Sequence:
 
     def limit_context(self, context_length: int) -> list[Action]:
         """What the verifier that is about to be used can attend to; 0 means unlimited."""
-        self._limits.set_context(context_length)
-        if context_length and len(self.tokens) >= context_length:
-            reason = f"{len(self.tokens)} tokens are more than the target takes, {context_length}"
-            return self.finish("error", reason)
-        return []
+        why = self._limits.set_context(context_length, len(self.tokens))
+        return self.finish("error", why) if why else []
 
     def on_verifier_lost(self) -> None:
         """The verifier died; the sequence waits for another."""
@@ -101,8 +92,21 @@ class Sequence:
     def suspend(self) -> list[Action]:
         """Close it at the services; it waits to be opened there again."""
         self.on_verifier_lost()
-        self.recorder.was_suspended = True
+        self._is_held, self.recorder.was_suspended = False, True
         return self._close()
+
+    def hold(self) -> list[Action]:
+        """Begin no further round by itself: others have their turn."""
+        self._is_held = True
+        return self._free_run.revoke()
+
+    def release(self) -> list[Action]:
+        """Go on from where it is held."""
+        self._is_held = False
+        if self.phase is not Phase.HELD:
+            return []
+        self.recorder.was_suspended = True
+        return self._verify(Draft(), "target") + self._look_ahead()
 
     def on_drafter_up(self, context_length: int, *, takes_trees: bool = False) -> list[Action]:
         """A drafter is ready: open there, and prepare for the round in flight."""
@@ -146,7 +150,7 @@ class Sequence:
         """Whether the last `PrecomputeVerify` for this outcome is what it will lead to."""
         known = (outcome.row, outcome.bonus) in self.current.next_rounds
         awaited = self.is_awaiting(outcome.round) and not (outcome.goes_on or outcome.began)
-        return known and awaited and self.planner.should_speculate
+        return known and awaited and self.planner.should_speculate and not self._is_held
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         """Commit the outcome, look it up in the cache, and start the next round.
@@ -164,28 +168,27 @@ class Sequence:
         self._row = outcome.row
         self._decided = EndedRound(self.current, outcome, emitted[:kept], ends)
         self._free_run.on_outcome(outcome)
-        return self._next_round(outcome, now) if ends is None else []
+        if self._is_held and not (outcome.goes_on or outcome.began):
+            self.phase = Phase.HELD
+        elif ends is None:
+            return self._next_round(outcome, now)
+        return []
 
     def record(self, now: float) -> list[Action]:
         """Do the books of the round that `decide` ended; emit its tokens, and end with them."""
         if self._decided is None:
             return []
-        (done, outcome, emitted, ends), self._decided = self._decided, None
+        ended, self._decided = self._decided, None
+        done, outcome, emitted, ends = ended
         actions = self._look_ahead() if ends is None else []
         last_token_at = self.recorder.take_last_token_at()
         seen = done.observe(outcome, self._limits, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(seen)
-        if ends is None:
+        if ends is None and not self._is_held:
             actions += self._next_rounds.handover.update(self.current, self.round)
             actions += self._check_free_run()
-        self.recorder.plain_rounds += not done.speculating and done.origin != "lookup"
-        self.recorder.add_times(outcome, done.draft, done.origin, now, unasked=done.begun_unasked)
-        self.recorder.add_round(seen)
-        kept, origins = len(emitted), done.origins(outcome)
-        accepted = origins[: min(kept, outcome.accepted)]
-        self.recorder.count_verified(done.draft, accepted, done.origin)
-        self.recorder.count_emitted(kept, now)
-        actions.append(Emit(emitted, origins[:kept], outcome.logprobs[:kept]))
+        origins, logprobs = ended.record(self.recorder, seen, now), outcome.logprobs
+        actions.append(Emit(emitted, origins, logprobs[: len(emitted)]))
         return actions + (self.finish(ends) if ends is not None else [])
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> list[Action]:
@@ -286,14 +289,10 @@ class Sequence:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
 
     def _prepare(self) -> list[Action]:
-        if self._should_speculate() and self._drafter_is_behind:
-            return [ToDrafter(self._drafter_sync.catch_up(self.tokens, self.round))]
-        if self.planner.mode != "ssd" or not self.current.speculating:
-            stops = self._drafter_sync.stop(self.tokens, self.round)
-            return [ToDrafter(stop) for stop in stops if self._limits.has_drafter]
-        asked = self._drafter_sync.prepare(self.tokens, self.round, self.current, self._limits)
-        self.current.asked = asked
-        return [ToDrafter(asked)]
+        sync, speculates = self._drafter_sync, self._should_speculate()
+        current, limits = self.current, self._limits
+        sent = sync.follow(self.tokens, self.round, current, limits, speculates=speculates)
+        return [ToDrafter(message) for message in sent]
 
     def _draft_now(self, count: int, now: float) -> list[Action]:
         self.round += 1
@@ -317,11 +316,13 @@ class Sequence:
         return []
 
     def _precompute(self) -> list[Action]:
+        if self._is_held:
+            return []
         return self._next_rounds.precompute(self.current, self.round, len(self.tokens))
 
     def is_asked_for(self, tree: DraftTree) -> bool:
         """Whether the drafter was asked for a tree of this size, be it too late now."""
-        if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.FINISHED):
+        if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.HELD, Phase.FINISHED):
             return tree.round <= self.round
         if self.phase is Phase.DRAFTING:
             return bool(tree.tokens) and fits(tree, self._drafter_sync.awaited, 1)
@@ -345,7 +346,7 @@ class Sequence:
                 return self._precompute()
             case Phase.DRAFTING:
                 return self._on_backup(tree, now)
-            case Phase.STRANDED | Phase.FINISHED:
+            case Phase.STRANDED | Phase.HELD | Phase.FINISHED:
                 return []
             case _:
                 assert_never(self.phase)

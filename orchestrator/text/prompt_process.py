@@ -56,7 +56,7 @@ class PromptProcess:
             return self._ask(prompt)
 
     def _ask(self, prompt: EncodePrompt) -> Tokens | UsageError | ServiceLost:
-        """Ask the process, and a fresh one if somebody ended or stopped the first."""
+        """Ask the process, and a fresh one if the first was ended or stopped."""
         is_to_blame = False
         for _ in range(_ATTEMPTS):
             if self._closed:

@@ -44,7 +44,7 @@ def await_helper(
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the system holds this process (SIGSTOP)."""
+    """Check if the system holds this process (SIGSTOP)."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
@@ -52,7 +52,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def has_broken_down(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a helper that is gone broke down by itself: nobody else sends such signals."""
+    """Check if a helper that is gone broke down by itself: others do not send such signals."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LOOK_S)  # its pipes may be closed a moment before it is gone
     code = process.returncode

@@ -160,26 +160,14 @@ class TaskPlanner:
         opened = bool(task.prompts[0].messages) and self._opens_thought(options)
         sampling = _add_grammar(task.sampling, grammar)
         check_sampling(sampling)
-        group = 1 + secrets.randbits(62)
-        requests = [
-            replace(
-                request,
-                request=next(self._numbers),
-                group=group,
-                sampling=replace(sampling, seed=seed % 2**63),
+        closes = opened and bool(grammar)
+        asked = [
+            self._request(
+                task, prompt, sampling, options, self._answer_start(prompt, closes=closes)
             )
             for prompt in task.prompts
-            for request in [
-                self._request(
-                    task,
-                    prompt,
-                    sampling,
-                    options,
-                    self._answer_start(prompt, closes=opened and bool(grammar)),
-                )
-            ]
-            for seed in range(sampling.seed, sampling.seed + task.choices)
         ]
+        requests = self._repeat(asked, task.choices)
         form = self._format if task.prompts[0].messages and not grammar else AnswerFormat()
         return [
             Choice(
@@ -192,6 +180,20 @@ class TaskPlanner:
                 self._limit_thought(task, form, opened=opened),
             )
             for index, request in enumerate(requests)
+        ]
+
+    def _repeat(self, requests: list[Generate], choices: int) -> list[Generate]:
+        """The requests for all choices, each with its own number and seed."""
+        group = 1 + secrets.randbits(62)
+        return [
+            replace(
+                one,
+                request=next(self._numbers),
+                group=group,
+                sampling=replace(one.sampling, seed=(one.sampling.seed + offset) % 2**63),
+            )
+            for one in requests
+            for offset in range(choices)
         ]
 
     def _opens_thought(self, options: dict[str, Any]) -> bool:

@@ -140,6 +140,9 @@ class FakeTokenizer:
     def push(self, token: int) -> str:
         return chr(ord("a") + token % 26)
 
+    def end(self) -> str:
+        return ""
+
 
 def outcome_of(asked: Verify, **told: Any) -> VerificationOutcome:
     """One token, which nobody drafted, unless something else is told."""

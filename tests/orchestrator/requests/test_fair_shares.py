@@ -38,7 +38,7 @@ class House:
                 break
             if not self.shares.park(victim):
                 self.give_up(victim)
-        assert len(self.held) <= 2 * self.places
+        assert len(self.held) <= 8 * self.places
         assert not self.shares.has_place or self.shares.find_next() is None
         self.now += STEP_S
         for claim in list(self.held):
@@ -83,16 +83,26 @@ def test_a_request_for_many_answers_does_not_keep_others_waiting() -> None:
 
 
 def test_clients_share_before_requests_do() -> None:
-    """Of two clients, one with twelve requests and one with one, each decodes half of the time."""
+    """Twelve requests of one client and one of another: each client decodes half of the time."""
     house = House(1)
     for group in range(12):
         house.ask("many", group, 10**6)
-    house.ask("one", 1, 10**6)
+    house.ask("one", 1, 10**6, n=8)
     decoded: Counter[str] = Counter()
     for _ in range(600):
         house.step()
         decoded.update(claim.client[1] for claim in house.held)
     assert 0.4 < decoded["one"] / decoded.total() < 0.6
+
+
+def test_a_crowd_is_served_in_few_rounds() -> None:
+    """Sixty long answers on four places: one that comes later waits for two seconds at most."""
+    house = House(4)
+    for group in range(60):
+        house.ask("crowd", group, 8000)
+    for _ in range(40):
+        house.step()
+    assert house.serve("crowd", 99, 40) < 2.0
 
 
 def test_places_that_are_free_are_used_by_one() -> None:

@@ -162,20 +162,44 @@ def test_a_request_for_many_answers_makes_room() -> None:
         house.client(ask(request, max_tokens=4, client="crowd", group=7))
     assert running(house) == [1, 2]
     verified(house, 2, 20)
-    late = [m for m in house.told(b"v", Verify) if m.sequence == 2][-1]
     house.client(ask(9, max_tokens=1, client="crowd", group=8))
-    assert running(house) == [1, 4]
-    house.service(b"v", outcome_of(late, bonus=99, sequences=1, rows=1))
+    assert running(house) == [1, 2, 4]
+    verified(house, 2, 21)  # it was under way
+    asked = len(house.told(b"v", Verify))
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    assert (status.active, status.waiting) == (2, 2)
+    assert len(house.told(b"v", Verify)) == asked
     verified(house, 4, 5)
-    house.service(b"v", outcome_of(late, bonus=99, sequences=1, rows=1))
-    assert [m.tokens for m in house.told(b"v", OpenSequence) if m.sequence == 2] == [
-        [1, 1], [1, 1, 1]
-    ]  # fmt: skip
-    for bonus in (21, 22, 23):
+    for bonus in (22, 23):
         verified(house, 2, bonus)
     texts = [text.tokens for text in house.told(b"c", Text) if text.request == 2]
     assert texts == [[20], [21], [22], [23]]
     assert [f.request for f in house.told(b"c", Finished)] == [9, 2]
+    assert len([m for m in house.told(b"v", OpenSequence) if m.sequence == 2]) == 1
+
+
+def test_who_waits_gives_its_memory_to_others() -> None:
+    """A sequence that is put aside is closed if the next one has no room else; nothing is lost."""
+    house = house_of(kv_tokens=20, concurrency=1)
+    house.client(ask(1, max_tokens=9, is_background=True))
+    verified(house, 1, 30)
+    house.client(ask(2, max_tokens=1))
+    assert running(house) == [1, 2]  # both fit
+    verified(house, 1, 31)  # it was under way
+    house.client(ask(3, max_tokens=9))
+    late = [m for m in house.told(b"v", Verify) if m.sequence == 1][-1]
+    verified(house, 2, 5)
+    assert running(house) == [3]
+    house.service(b"v", outcome_of(late, bonus=99, sequences=1, rows=1))
+    for bonus in range(9):
+        verified(house, 3, bonus)
+    opened = [m.tokens for m in house.told(b"v", OpenSequence) if m.sequence == 1]
+    assert opened == [[1, 1], [1, 1, 1, 30]]
+    for bonus in range(32, 39):
+        verified(house, 1, bonus)
+    texts = [t for text in house.told(b"c", Text) if text.request == 1 for t in text.tokens]
+    assert texts == [*range(30, 39)]
 
 
 def test_a_full_line_counts_requests() -> None:
