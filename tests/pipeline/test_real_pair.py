@@ -1,8 +1,7 @@
-"""The real pair under real conditions: acceptance and hits, deaths, swaps, and what remains."""
+"""The real pair: grammars, trees, a core that is lent, acceptance and hits; deaths: test_smoke."""
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,21 +12,18 @@ from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
 from launch.settings.machine import share_cores
 from launch.settings.settings import StackSettings
-from launch.stack.control import ask_supervisor
 from orchestrator.sequence.limits import Limits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
-from protocol.messages import ChatMessage, Done, LogitsOptions, Sampling, SwapDrafter
+from protocol.messages import ChatMessage, LogitsOptions, Sampling
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.runtime.idle_flag import IdleFlag
 from services.verifier.verifier import Verifier
 from tests.support.lockstep import Lockstep
 from tests.support.stack import (
-    DEADLINE_S,
     RunningStack,
     eventually,
-    restarted_verifier,
     running,
 )
 
@@ -62,10 +58,6 @@ class Once:
         if tokens >= self._tokens and not self.done:
             self.done = True
             self._action()
-
-
-def kill(stack: RunningStack, role: str) -> Once:
-    return Once(8, lambda: os.kill(stack.pid(role), signal.SIGKILL))
 
 
 # While the stack still has the drafter that it began with.
@@ -111,17 +103,6 @@ def test_trees_cost_no_token(stack: RunningStack, undisturbed: list[int]) -> Non
     assert answer.statistics.tree_rounds > 0
 
 
-def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
-    """SIGKILL of the drafter in mid-answer: same tokens, and it is back for the next answer."""
-    old = stack.pid("drafter")
-    disturb = kill(stack, "drafter")
-    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
-    assert disturb.done
-    assert undisturbed == answer.tokens
-    eventually(lambda: has_other(stack, "drafter", old), "a new drafter")
-    assert stack.answer(PROMPT, max_tokens=16).statistics.rounds > 0
-
-
 @pytest.mark.skipif(not share_cores("mlx").drafter, reason="no core is shared out here")
 def test_a_drafter_may_die_while_its_core_is_lent(
     stack: RunningStack, undisturbed: list[int]
@@ -142,29 +123,6 @@ def test_a_drafter_may_die_while_its_core_is_lent(
     flag.is_idle = False
     assert undisturbed == fixed(max_tokens=MAX_TOKENS).tokens
     eventually(lambda: flag.is_idle, "the new drafter has nothing to do")
-
-
-def test_a_killed_verifier_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
-    """SIGKILL of the verifier in mid-answer: the answer goes on after its restart, unchanged."""
-    answer = restarted_verifier(stack, PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS)
-    assert undisturbed == answer.tokens
-
-
-def test_a_swapped_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
-    """The drafter is exchanged while a request streams: same tokens, other backend after it."""
-    replies: list[object] = []
-
-    def swap() -> None:
-        name = stack.supervisor.run_dir.path.name
-        replies.append(ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S))
-
-    thread = threading.Thread(target=swap)
-    disturb = Once(8, thread.start)
-    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
-    thread.join(DEADLINE_S)
-    assert replies == [Done()]
-    assert undisturbed == answer.tokens
-    eventually(lambda: stack.client.status().draft_backend == "ngram", "lookup alone")
 
 
 def test_drafts_are_accepted_and_hit() -> None:
