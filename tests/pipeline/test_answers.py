@@ -38,6 +38,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.wide
 def test_answers_follow_the_targets_law(setting: Setting) -> None:
     """The first tokens of many answers, jointly, are those of plain decoding (chi-square)."""
     counts = Counter(Answering(setting, seed).run(LENGTH) for seed in range(ANSWERS))
