@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from protocol.client.async_client import AsyncClient
 from protocol.messages import Finished, Generate, Text, Tokens
+from services.gateway.reasoning import ThoughtLimit
 from services.gateway.task import Choice
 
 
@@ -28,7 +29,7 @@ async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text |
                 break
         else:
             return
-    rest = _continue(choice.request, tokens, limit.end)
+    rest = _continue(choice.request, tokens, limit)
     yield Text(request=rest.request, tokens=[], origins=[], pieces=[limit.end])
     async with contextlib.aclosing(client.generate(rest)) as events:
         async for event in events:
@@ -38,11 +39,16 @@ async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text |
                 yield event
 
 
-def _continue(request: Generate, tokens: Tokens, thought_end: str) -> Generate:
+def _continue(request: Generate, tokens: Tokens, limit: ThoughtLimit) -> Generate:
     """The request for what follows the end of the thought."""
+    sampling = request.sampling
+    if sampling.logits_options is not None and limit.after:
+        options = replace(sampling.logits_options, grammar=limit.after)
+        sampling = replace(sampling, logits_options=options)
     return replace(
         request,
+        sampling=sampling,
         answer_tokens=[*request.answer_tokens, *tokens],
-        answer_start=thought_end,
+        answer_start=limit.end,
         max_tokens=max(1, request.max_tokens - len(tokens)),
     )

@@ -5,7 +5,7 @@ Marks and their families: <think> (Qwen, DeepSeek, GLM, MiniMax, SmolLM and othe
 sections. gpt-oss has channels of its own (`tools/harmony.py`).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from protocol.messages import Text
 from services.gateway.template import ModelText
@@ -120,15 +120,30 @@ class ThoughtReader:
         return text
 
 
-class ThoughtLimit:
-    """Watches an answer until its first thought has used up its tokens."""
+class _Thinking(Protocol):
+    """A reader that knows whether what came last is within a thought."""
 
-    def __init__(self, form: ThoughtFormat, tokens: int, *, opened: bool) -> None:
-        """See `ThoughtReader`; `tokens` is the budget."""
-        self._reader = ThoughtReader(form, opened=opened)
+    @property
+    def is_thinking(self) -> bool: ...
+
+    def push(self, text: str) -> object: ...
+
+
+class ThoughtLimit:
+    """Watches an answer until its first thought has used up its tokens.
+
+    Args:
+        reader: of the answer.
+        tokens: the budget.
+        end: the text that ends the thought.
+        after: the grammar of what follows it; empty: anything.
+    """
+
+    def __init__(self, reader: _Thinking, tokens: int, *, end: str, after: str = "") -> None:
+        self._reader = reader
         self._left = tokens
-        self.end = f"\n{form.end}\n\n"
-        """What ends the thought."""
+        self.end = end
+        self.after = after
 
     def is_reached(self, text: Text) -> bool:
         """Take in newly emitted text; whether the thought must end now."""

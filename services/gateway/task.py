@@ -4,15 +4,14 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
 
-from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar
 from protocol.decoding.model_sampling import merge_options
 from protocol.decoding.sampling_params import check_sampling, fit_filters
-from protocol.errors import RuntimeFailure, UsageError
+from protocol.errors import RuntimeFailure
 from protocol.messages import (
     ChatMessage,
     Finished,
@@ -22,11 +21,13 @@ from protocol.messages import (
     Sampling,
     Tokens,
 )
+from services.gateway.answer_grammar import AnswerGrammar, GrammarWriter
 from services.gateway.body import check_free_form, to_field_error
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
-from services.gateway.tools.calls import ToolFunction, call_grammar, close_objects
+from services.gateway.tools.calls import ToolFunction
+from services.gateway.tools.harmony import FINAL_CHANNEL, THOUGHT_END
 from services.gateway.transcript import AnswerFormat, Transcript, find_answer_format
 from services.gateway.turns import TurnFitter
 
@@ -133,9 +134,24 @@ class Choice:
         return self.finished
 
     @property
-    def is_cut_off(self) -> bool:
+    def is_limited(self) -> bool:
         """Whether a limit ended it, rather than the model."""
         return self.end.reason in ("length", "context")
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit or a stop string ended it, perhaps within a call."""
+        return self.is_limited or bool(self.end.stop_string)
+
+
+class _Beginning(NamedTuple):
+    """What an answer begins with, after the prompt."""
+
+    text: str = ""
+    in_thought: bool = False
+    """Whether a thought goes on after it."""
+    in_answer: bool = False
+    """Whether the answer proper has begun."""
 
 
 class TaskPlanner:
@@ -147,6 +163,7 @@ class TaskPlanner:
         self._text = text
         self._format = find_answer_format(text)
         self._turns = TurnFitter(text)
+        self._grammars = GrammarWriter(text, self._format)
 
     def plan(self, task: Task) -> list[Choice]:
         """The requests that a task takes, prompt by prompt; each choice has a seed of its own.
@@ -154,33 +171,72 @@ class TaskPlanner:
         Raises:
             ApiError: it cannot be honoured.
         """
-        grammar = _make_grammar(task)
-        _check_size(grammar)
-        options = self._template_options(task, constrained=bool(grammar))
-        opened = bool(task.prompts[0].messages) and self._opens_thought(options)
-        sampling = _add_grammar(task.sampling, grammar)
+        is_chat = bool(task.prompts[0].messages)
+        thinks = is_chat and self._thinks(task)
+        options = self._template_options(task, thinks=thinks)
+        opened = is_chat and self._opens_thought(options)
+        grammar = self._grammars.write(
+            task.functions,
+            task.schema,
+            must_call=task.must_call,
+            one_call=task.one_call,
+            opened=opened if thinks else None,
+        )
+        if grammar.text and any(prompt.answer_start for prompt in task.prompts):
+            raise refuse_value(
+                "messages",
+                "an answer that must follow a schema or call a tool cannot be begun by the client:"
+                " leave the assistant's last message out, or what the answer must be",
+            )
+        sampling = _add_grammar(task.sampling, grammar.text)
         check_sampling(sampling)
-        closes = opened and bool(grammar)
+        beginnings = [self._begin(p, opened=opened, thinks=thinks) for p in task.prompts]
         asked = [
-            self._request(
-                task, prompt, sampling, options, self._answer_start(prompt, closes=closes)
-            )
-            for prompt in task.prompts
+            self._request(task, prompt, sampling, options, beginning.text)
+            for prompt, beginning in zip(task.prompts, beginnings, strict=True)
         ]
-        requests = self._repeat(asked, task.choices)
-        form = self._format if task.prompts[0].messages and not grammar else AnswerFormat()
+        if not is_chat:
+            grammar = AnswerGrammar(AnswerFormat())
         return [
-            Choice(
-                index,
-                request,
-                Transcript(
-                    form.reader(task.functions, opened=opened and not request.answer_start),
-                    one_call=task.one_call,
-                ),
-                self._limit_thought(task, form, opened=opened),
-            )
-            for index, request in enumerate(requests)
+            self._choose(task, index, request, grammar, beginnings[index // task.choices])
+            for index, request in enumerate(self._repeat(asked, task.choices))
         ]
+
+    def _choose(
+        self,
+        task: Task,
+        index: int,
+        request: Generate,
+        grammar: AnswerGrammar,
+        beginning: "_Beginning",
+    ) -> Choice:
+        """One choice, with what reads its answer."""
+        form = grammar.form
+        reader = form.reader(
+            task.functions,
+            opened=beginning.in_thought,
+            begun=beginning.in_answer,
+            bare_calls=grammar.bare_calls,
+        )
+        limit = self._limit_thought(task, form, beginning, grammar.after_thought)
+        return Choice(index, request, Transcript(reader, one_call=task.one_call), limit)
+
+    def _thinks(self, task: Task) -> bool:
+        """Return whether the answer may begin with a thought.
+
+        It may unless the client wants none; an answer that must be one thing, a call or JSON,
+        only if the client wants thoughts.
+        """
+        thinking = task.thinking
+        wanted = thinking.enabled
+        if wanted is None and thinking.effort is not None:
+            wanted = thinking.effort not in ("none", "minimal")
+        if wanted is None and thinking.budget is not None:
+            wanted = True
+        if wanted is None:
+            either = bool(task.functions) and task.schema is not None
+            wanted = not task.must_call and (task.schema is None or either)
+        return wanted and (self._format.harmony or self._format.thoughts is not None)
 
     def _repeat(self, requests: list[Generate], choices: int) -> list[Generate]:
         """The requests for all choices, each with its own number and seed."""
@@ -204,18 +260,41 @@ class TaskPlanner:
         ending = self._text.prompt_end(options)
         return ending.rfind(thoughts.start) > ending.rfind(thoughts.end)
 
-    def _answer_start(self, prompt: PromptInput, *, closes: bool) -> str:
-        """What the answer begins with; `closes`: a grammar follows, within which nobody thinks."""
-        thoughts = self._format.thoughts
-        end = f"{thoughts.end}\n\n" if thoughts and closes else ""
-        return end + prompt.answer_start if prompt.messages else ""
+    def _begin(self, prompt: PromptInput, *, opened: bool, thinks: bool) -> "_Beginning":
+        """Find what the answer to a prompt begins with.
 
-    @staticmethod
-    def _limit_thought(task: Task, form: AnswerFormat, *, opened: bool) -> ThoughtLimit | None:
+        Args:
+            prompt: with the beginning that the client has, if there is one.
+            opened: the prompt ends within a thought.
+            thinks: whether the model may think.
+        """
+        begun, thoughts = prompt.answer_start, self._format.thoughts
+        if self._format.harmony:
+            text = f"{FINAL_CHANNEL}{begun}" if begun else ""
+            return _Beginning(text, in_answer=bool(begun))
+        if thoughts is None or not prompt.messages:
+            return _Beginning(begun if prompt.messages else "")
+        if opened and (begun or not thinks) and thoughts.end not in begun:
+            if not begun.lstrip().startswith(thoughts.start):
+                return _Beginning(f"{thoughts.end}\n\n{begun}")
+            # The client begins the thought that the prompt opens.
+            begun = begun.lstrip().removeprefix(thoughts.start)
+        marks = begun.rfind(thoughts.start) - begun.rfind(thoughts.end)
+        in_thought = marks > 0 if marks else opened
+        return _Beginning(begun, in_thought=in_thought)
+
+    def _limit_thought(
+        self, task: Task, form: AnswerFormat, beginning: "_Beginning", after: str
+    ) -> ThoughtLimit | None:
         budget = task.thinking.budget
-        if form.thoughts is None or budget is None:
+        if budget is None or not (form.harmony or form.thoughts):
             return None
-        return ThoughtLimit(form.thoughts, budget, opened=opened)
+        reader = form.reader((), opened=beginning.in_thought, begun=beginning.in_answer)
+        # A grammar has the channel that follows.
+        end = f"{THOUGHT_END}{'' if after else FINAL_CHANNEL}"
+        if form.thoughts:
+            end = f"\n{form.thoughts.end}\n\n"
+        return ThoughtLimit(reader, budget, end=end, after=after)
 
     def _request(
         self,
@@ -259,12 +338,13 @@ class TaskPlanner:
             raise refuse_value("suffix", why)
         return text
 
-    def _template_options(self, task: Task, *, constrained: bool) -> dict[str, Any]:
+    def _template_options(self, task: Task, *, thinks: bool) -> dict[str, Any]:
         """The variables of the chat template, those about thinking included."""
         check_free_form(task.template_options, "chat_template_kwargs")
         options = dict(task.template_options)
         thinking = task.thinking
-        enabled = False if constrained else thinking.enabled
+        constrained = task.must_call or task.schema is not None
+        enabled = False if constrained and not thinks else thinking.enabled
         if thinking.effort in ("none", "minimal") and enabled is None:
             enabled = False
         template = self._text.template
@@ -277,31 +357,6 @@ class TaskPlanner:
             name = "enable_thinking" if "enable_thinking" in template else "thinking"
             options.setdefault(name, enabled)
         return options
-
-
-def _make_grammar(task: Task) -> str:
-    """What the answer must be: a call, JSON that follows a schema, or anything ("")."""
-    for function in task.functions:
-        check_free_form(function.parameters, f"the parameters of {function.name!r}")
-    if task.must_call:
-        if not task.functions:
-            raise refuse_value("tool_choice", "there are no tools to call")
-        return call_grammar(task.functions, several=False)
-    if task.schema is None:
-        return ""
-    check_free_form(task.schema, "the schema")
-    schema = {key: value for key, value in task.schema.items() if key != "x-guidance"}
-    return json_grammar(close_objects(schema))
-
-
-def _check_size(grammar: str) -> None:
-    """Raises UsageError if a grammar is too large to be sent."""
-    size = len(grammar.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise UsageError(
-            f"the answer's grammar or schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are "
-            "taken: shorten it, descriptions first"
-        )
 
 
 def _add_grammar(sampling: Sampling, grammar: str) -> Sampling:

@@ -66,6 +66,7 @@ PLAIN = ProbeStyle()
 
 
 class _AddedToken(msgspec.Struct):
+    id: int = 0
     content: str = ""
     special: bool = False
 
@@ -74,6 +75,10 @@ class _TokenizerFile(msgspec.Struct):
     """What is read of `tokenizer.json`, which may have many megabytes."""
 
     added_tokens: list[_AddedToken] = []
+
+
+def _is_special(token: _AddedToken) -> bool:
+    return token.special or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 class ModelText:
@@ -102,15 +107,23 @@ class ModelText:
     @cached_property
     def added_tokens(self) -> dict[str, bool]:
         """Tokens beside the vocabulary proper, and whether each is special (hidden in text)."""
+        return {token.content: token.special for token in self._added}
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of those that grammars do not take for text: llguidance's rule."""
+        return {token.content: token.id for token in self._added if _is_special(token)}
+
+    @cached_property
+    def _added(self) -> list[_AddedToken]:
         if self._tokenizer_file is None or not self._tokenizer_file.is_file():
-            return {}
+            return []
         try:
             data = self._tokenizer_file.read_bytes()
-            tokens = msgspec.json.decode(data, type=_TokenizerFile).added_tokens
+            return msgspec.json.decode(data, type=_TokenizerFile).added_tokens
         except (OSError, msgspec.DecodeError) as error:
             _log.warning("%s cannot be read: %s", self._tokenizer_file, error)
-            return {}
-        return {token.content: token.special for token in tokens}
+            return []
 
     def fill_in(self, prefix: str, suffix: str) -> str | None:
         """The prompt for what stands between the two; None if the model has no tokens for it."""

@@ -73,17 +73,27 @@ class AnswerFormat(NamedTuple):
     special_marks: bool = False
     """Whether marks are special tokens, which are not text unless that is asked for."""
 
-    def reader(self, functions: Sequence[ToolFunction], *, opened: bool = False) -> AnswerReader:
+    def reader(
+        self,
+        functions: Sequence[ToolFunction],
+        *,
+        opened: bool = False,
+        begun: bool = False,
+        bare_calls: bool = True,
+    ) -> AnswerReader:
         """A reader for one answer.
 
         Args:
             functions: those that may be called.
             opened: the prompt ends within a thought.
+            begun: it ends within the answer, of which the client has the beginning.
+            bare_calls: whether an answer that is one JSON object may be a call.
         """
         if self.harmony:
-            return HarmonyReader()
+            return HarmonyReader(begun=begun)
         thoughts = ThoughtReader(self.thoughts, opened=opened) if self.thoughts else None
-        return PartsReader(thoughts, ToolReader(functions, self.tools) if functions else None)
+        tools = ToolReader(functions, self.tools, bare_calls=bare_calls) if functions else None
+        return PartsReader(thoughts, tools)
 
 
 def find_answer_format(text: ModelText) -> AnswerFormat:
@@ -147,6 +157,11 @@ class Transcript:
     def reasoning(self) -> str:
         """The thoughts so far."""
         return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, of which none was cut off."""
+        return bool(self.calls) and all(call.complete for call in self.calls)
 
     def push(self, text: Text) -> Piece:
         """Take in newly emitted text."""

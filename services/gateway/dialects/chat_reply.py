@@ -106,7 +106,7 @@ class CompletionsReply(Reply):
 
 def finish_reason(choice: Choice) -> str:
     """Why an answer ended, in OpenAI's words."""
-    called = choice.transcript.calls and choice.end.reason == "stop"
+    called = choice.transcript.has_whole_calls and choice.end.reason == "stop"
     return "tool_calls" if called else _REASONS[choice.end.reason]
 
 

@@ -151,7 +151,7 @@ def count_message_usage(choice: Choice) -> dict[str, Any]:
 
 def _describe_end(choice: Choice) -> dict[str, Any]:
     end = choice.end
-    if choice.transcript.calls and end.reason == "stop":
+    if choice.transcript.has_whole_calls and end.reason == "stop":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if end.stop_string:
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_string}

@@ -75,8 +75,8 @@ class ResponsesReply(Reply):
     # ------------------------------------------------------------ the whole
 
     def _complete(self, choice: Choice) -> dict[str, Any]:
-        body = self._body("incomplete" if choice.is_cut_off else "completed")
-        if choice.is_cut_off:
+        body = self._body("incomplete" if choice.is_limited else "completed")
+        if choice.is_limited:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         end, tokens = choice.end, choice.transcript.tokens
         body["usage"] = {

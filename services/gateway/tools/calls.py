@@ -62,26 +62,32 @@ def new_call_id() -> str:
     return secrets.token_hex(5)[:9]
 
 
-def call_grammar(functions: Sequence[ToolFunction], *, several: bool = False) -> str:
-    """The grammar of an answer that must call one of these, or several in a row."""
+def call_grammar(
+    functions: Sequence[ToolFunction], start: str = f'"{CALL_START}"', end: str = f'"{CALL_END}"'
+) -> str:
+    """The grammar of an answer that must call one of these, between marks that are rules."""
+    rule = json_rule(call_schema(functions, "arguments"))
+    return f'start: {start} "\\n" call "\\n" {end}\ncall: {rule}'
+
+
+def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, Any]:
+    """The schema of a call in JSON; `arguments` is the family's name for them."""
     kinds = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": function.name},
-                "arguments": _describe_arguments(function.parameters or {}),
+                arguments: describe_arguments(function.parameters or {}),
             },
-            "required": ["name", "arguments"],
+            "required": ["name", arguments],
             "additionalProperties": False,
         }
         for function in functions
     ]
-    rule = json_rule({"anyOf": kinds})
-    more = f' ("\\n{CALL_START}\\n" call "\\n{CALL_END}")*' if several else ""
-    return f'start: "{CALL_START}\\n" call "\\n{CALL_END}"{more}\ncall: {rule}'
+    return {"anyOf": kinds}
 
 
-def _describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     """The schema of a forced call's arguments: `{}` for a function without parameters."""
     ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
     if any(parameters.get(way) for way in ways):

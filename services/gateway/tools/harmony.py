@@ -10,6 +10,10 @@ import re
 from services.gateway.reasoning import Thought
 from services.gateway.tools.calls import ParsedCall, new_call_id
 
+FINAL_CHANNEL = "<|channel|>final<|message|>"
+"""What begins the answer proper."""
+THOUGHT_END = "<|end|><|start|>assistant"
+
 _MESSAGE = "<|message|>"
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -20,11 +24,12 @@ _LONGEST_MARK = len("<|constrain|>")
 class HarmonyReader:
     """Splits such an answer, in pieces, into thoughts, text and calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begun: bool = False) -> None:
+        """`begun`: the prompt ends within the final channel."""
         self._held = ""
-        self._channel = ""
+        self._channel = "final" if begun else ""
         self._recipient = ""
-        self._inside = False
+        self._inside = begun
         """Whether a message's text is being read, rather than its header."""
 
     @property

@@ -31,13 +31,20 @@ Found = str | ParsedCall
 class ToolReader:
     """One answer's text, split into text and calls."""
 
-    def __init__(self, functions: Sequence[ToolFunction], form: ToolFormat | None = None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[ToolFunction],
+        form: ToolFormat | None = None,
+        *,
+        bare_calls: bool = True,
+    ) -> None:
+        """`bare_calls`: an answer that is one JSON object may be a call."""
         self._functions = {function.name: function for function in functions}
         self._tools = [function.describe() for function in functions]
         self._form = form or ToolFormat()
         self._held = ""
         self._inside = False
-        self._begun = False
+        self._begun = not bare_calls
         """Whether the answer's first visible characters are known."""
         self._whole = False
         """Whether the answer may be one JSON object."""

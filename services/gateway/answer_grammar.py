@@ -1,0 +1,190 @@
+"""Grammars of answers that must follow a schema, call a function, or may do either.
+
+Where both are possible, calls are written as the model's family writes them. Thoughts may come
+first if the client asks for them.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar, json_rule
+from protocol.errors import UsageError
+from services.gateway.body import check_free_form
+from services.gateway.errors import refuse_value
+from services.gateway.template import ModelText
+from services.gateway.tools.calls import (
+    CALL_END,
+    CALL_START,
+    ToolFunction,
+    call_grammar,
+    call_schema,
+    close_objects,
+    describe_arguments,
+)
+from services.gateway.transcript import AnswerFormat
+
+_ANY = r"/(?s:.*)/"
+_BARE_CALL = re.compile(r'\{"name": [^{}\n]*"parameters": ')
+"""How templates say that a call is a JSON object without marks."""
+
+
+class AnswerGrammar(NamedTuple):
+    """What an answer must be, and how it is read."""
+
+    form: AnswerFormat
+    text: str = ""
+    """Empty: anything."""
+    after_thought: str = ""
+    """What must follow a thought that was ended."""
+    bare_calls: bool = True
+    """Whether an answer that is one JSON object may be a call."""
+
+
+class GrammarWriter:
+    """Writes grammars for one model.
+
+    Args:
+        text: the model's template and tokens.
+        form: how it writes thoughts and calls.
+    """
+
+    def __init__(self, text: ModelText, form: AnswerFormat) -> None:
+        self._text = text
+        self._form = form
+
+    def write(
+        self,
+        functions: Sequence[ToolFunction],
+        schema: dict[str, Any] | None,
+        *,
+        must_call: bool,
+        one_call: bool,
+        opened: bool | None,
+    ) -> AnswerGrammar:
+        """The grammar of an answer.
+
+        Args:
+            functions: those that may be called.
+            schema: what the answer must follow unless it calls; None: anything.
+            must_call: whether it has to be a call.
+            one_call: whether only one call is wanted.
+            opened: whether the prompt ends within a thought; None: there are no thoughts.
+
+        Raises:
+            ApiError: there is nothing to call, or a schema is too large.
+            UsageError: the grammar is.
+        """
+        for function in functions:
+            check_free_form(function.parameters, f"the parameters of {function.name!r}")
+        if must_call and not functions:
+            raise refuse_value("tool_choice", "there are no tools to call")
+        if schema is None and not must_call:
+            return AnswerGrammar(self._form)
+        document = "" if schema is None or must_call else _write_document(schema)
+        either = bool(functions and document)
+        form = self._form if either or self._form.harmony else AnswerFormat()
+        answer = self._write_answer(functions, document, one_call=one_call)
+        text = answer if opened is None else self._add_thought(answer, opened=opened)
+        _check_size(text)
+        thoughts = None if opened is None else self._form.thoughts
+        bare = must_call or (either and self._writes_bare_calls)
+        return AnswerGrammar(form._replace(thoughts=thoughts), text, answer, bare)
+
+    def _write_answer(
+        self, functions: Sequence[ToolFunction], document: str, *, one_call: bool
+    ) -> str:
+        """The grammar of what follows a thought: a call, the document, or either."""
+        if self._form.harmony:
+            return self._write_channels(functions, document)
+        if functions and document:
+            calls = self._write_calls(functions, one_call=one_call)
+            rules = document.replace("start:", "document:", 1)
+            return f"start: calls | document\n{rules}\n{calls}"
+        marks = (self._write_mark(CALL_START), self._write_mark(CALL_END))
+        return document or call_grammar(functions, *marks)
+
+    @property
+    def _writes_bare_calls(self) -> bool:
+        return bool(_BARE_CALL.search(self._text.template))
+
+    def _write_calls(self, functions: Sequence[ToolFunction], *, one_call: bool) -> str:
+        """The rule `calls`: one call or several, in the model's own words."""
+        form, template = self._form.tools, self._text.template
+        more = "" if one_call else ' ("\\n"? call)*'
+        if self._writes_bare_calls:
+            return f"calls: {json_rule(call_schema(functions, 'parameters'))}"
+        start, end = self._write_mark(form.start), self._write_mark(form.end)
+        if form.parse is None and "<function=" not in template:
+            call = json_rule(call_schema(functions, "arguments"))
+            return (
+                f'calls: call{more}\ncall: {start} "\\n"? function "\\n"? {end}\nfunction: {call}'
+            )
+        # What the family's parser reads has a grammar of its own: its marks are enough.
+        if not form.end:
+            return f"calls: {start} REST\nREST: {_ANY}"
+        return f"calls: call{more}\ncall: {start} inner\n{self._write_until('inner', form.end)}"
+
+    def _write_channels(self, functions: Sequence[ToolFunction], document: str) -> str:
+        """An answer of gpt-oss: a call in a channel of its own, or the final one."""
+        channel, message = self._write_mark("<|channel|>"), self._write_mark("<|message|>")
+        rules: list[str] = []
+        for number, function in enumerate(functions):
+            header = json.dumps(f"commentary to=functions.{function.name} ")
+            arguments = json_rule(describe_arguments(function.parameters or {}))
+            json_mark = f'{self._write_mark("<|constrain|>")} "json"'
+            rules.append(f"call_{number}: {channel} {header} {json_mark} {message} %arguments")
+            rules[-1] = rules[-1].replace("%arguments", arguments)
+        if document:
+            rules.append(f'final: {channel} "final" {message} document')
+            rules.append(document.replace("start:", "document:", 1))
+        names = [rule.partition(":")[0] for rule in rules if not rule.startswith("document:")]
+        return "\n".join([f"start: {' | '.join(names)}", *rules])
+
+    def _add_thought(self, answer: str, *, opened: bool) -> str:
+        """The grammar with a thought before the answer."""
+        rules = answer.replace("start:", "answer:", 1)
+        if self._form.harmony:
+            channel, message = self._write_mark("<|channel|>"), self._write_mark("<|message|>")
+            begin = f'{self._write_mark("<|start|>")} "assistant"'
+            until = self._write_until("thought", "<|end|>")
+            return (
+                f'start: ({channel} "analysis" {message} thought {begin})? answer\n{until}\n{rules}'
+            )
+        thoughts = self._form.thoughts
+        assert thoughts is not None  # noqa: S101  # the caller found that the model thinks
+        until = self._write_until("thought", thoughts.end)
+        before = "thought" if opened else f"({self._write_mark(thoughts.start)} thought)?"
+        return f"start: {before} BLANKS answer\n{until}\nBLANKS: /[ \\n]{{0,4}}/\n{rules}"
+
+    def _write_until(self, name: str, end: str) -> str:
+        """A rule for any text and the mark that ends it."""
+        if end in self._text.special_ids:
+            return f"{name}: {name.upper()} {self._write_mark(end)}\n{name.upper()}: {_ANY}"
+        return f"{name}[suffix={json.dumps(end)}]: {_ANY}"
+
+    def _write_mark(self, mark: str) -> str:
+        """A mark as a part of a rule: special tokens by their ids, the rest as text."""
+        ids = self._text.special_ids
+        longest_first = sorted((token for token in ids if token in mark), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        parts = re.split(f"({pattern})", mark)
+        return " ".join(f"<[{ids[p]}]>" if p in ids else json.dumps(p) for p in parts if p)
+
+
+def _write_document(schema: dict[str, Any]) -> str:
+    """The grammar of JSON that follows the client's schema."""
+    check_free_form(schema, "the schema")
+    kept = {key: value for key, value in schema.items() if key != "x-guidance"}
+    return json_grammar(close_objects(kept))
+
+
+def _check_size(grammar: str) -> None:
+    """Raises UsageError if a grammar is too large to be sent."""
+    size = len(grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise UsageError(
+            f"the answer's grammar or schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are "
+            "taken: shorten it, descriptions first"
+        )
