@@ -153,3 +153,102 @@ def test_no_error_is_swallowed() -> None:
         ]
 
     assert offenders(silent) == {}
+
+
+# ---------------------------------------------------------------- the way of a request
+
+ENTRANCES = (
+    *(f"launch.commands.{command}" for command in ("generate", "serve", "launch", "chat")),
+    "launch.cli",
+    "orchestrator.main",
+    "services.verifier.main",
+    "services.drafter.main",
+    "services.gateway.main",
+)
+# Who imports what, inside a function, only if a setting names it.
+ASKED_FOR = {
+    "launch.commands.serve": {"launch.serving"},
+    "launch.stack.spawn": {"launch.settings.ranks"},
+    "services.verifier.open_target": {"services.ranks"},
+    "services.verifier.main": {"services.coreml"},
+    "services.drafter.main": {"services.drafter.relay", "services.drafter.backends.line_client"},
+    "services.drafter.backends.factory": {
+        "services.coreml",
+        "services.drafter.backends.coreml",
+        "services.drafter.backends.head",
+        "services.drafter.backends.mlx_reading",
+        "services.drafter.backends.self_feeding",
+    },
+}
+ASIDE = (
+    *("services.distill", "services.coreml", "services.ranks", "services.tools"),
+    *("orchestrator.simulation", "launch.bench", "launch.doctor", "launch.workers.kernel_report"),
+)
+"""Rooms that answer no request."""
+MOST_LINES = 43_500
+"""Lines that one request may reach. They may only become fewer."""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def edges(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """The modules of ours that a file imports, and whether a function does; types do not count."""
+    match tree:
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return
+        case ast.Import(names=names):
+            named = [alias.name for alias in names]
+        case ast.ImportFrom(module=str(module), level=0, names=names):
+            named = [module, *(f"{module}.{alias.name}" for alias in names)]
+        case _:
+            named = []
+    yield from ((module, inside) for module in named if module in MODULES)
+    inside |= isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(tree):
+        yield from edges(child, inside=inside)
+
+
+def is_in(module: str, rooms: Iterable[str]) -> bool:
+    return any(f"{module}.".startswith(f"{room}.") for room in rooms)
+
+
+@cache
+def on_the_way() -> frozenset[str]:
+    """All modules that are imported, early or late, until a request is answered."""
+    found, todo = set[str](), list(ENTRANCES)
+    while todo:
+        module = todo.pop()
+        if module in found:
+            continue
+        found.add(module)
+        asked_for = ASKED_FOR.get(module, set())
+        for other, inside in edges(ast.parse(source(MODULES[module]))):
+            if not (inside and is_in(other, asked_for)):
+                todo.append(other)
+    return frozenset(found)
+
+
+def test_a_request_meets_no_room_beside_its_way() -> None:
+    """Distillation, CoreML, ranks, the simulator, benchmarks and reports load only by name."""
+    assert len(on_the_way()) > 100
+    assert sorted(module for module in on_the_way() if is_in(module, ASIDE)) == []
+
+
+def test_what_is_asked_for_by_name_is_there() -> None:
+    """The exceptions above are imports that exist."""
+    for module, rooms in ASKED_FOR.items():
+        late = {other for other, inside in edges(ast.parse(source(MODULES[module]))) if inside}
+        assert all(any(is_in(other, [room]) for other in late) for room in rooms), module
+
+
+def test_a_request_can_be_followed(record_property: Callable[[str, object], None]) -> None:
+    """Whoever reads how a request is answered has a bounded number of lines to read."""
+    lines = sum(len(source(MODULES[module]).splitlines()) for module in on_the_way())
+    record_property("lines reachable from one request", lines)
+    assert lines <= MOST_LINES

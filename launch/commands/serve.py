@@ -7,8 +7,6 @@ from typing import Any
 import click
 
 from launch.commands import launch
-from launch.serving.model_server import ModelServer
-from launch.serving.models_file import read_models
 from launch.settings.flags import Command
 from launch.settings.options import (
     http_options,
@@ -43,6 +41,9 @@ def command(name: str, **options: Any) -> None:
 
 def _serve_many(settings: StackSettings, name: str) -> None:
     """Keep a server of several models running until it is interrupted."""
+    from launch.serving.model_server import ModelServer  # noqa: PLC0415  # one model needs none
+    from launch.serving.models_file import read_models  # noqa: PLC0415
+
     models = read_models(Path(settings.models).expanduser(), settings)
     server = ModelServer(settings, models, RunDir(name), console.process_line)
     ready = False

@@ -5,7 +5,6 @@ from pathlib import Path
 from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
 from launch.settings.machine import computes_on_cpu, has_cuda, share_cores
-from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
@@ -18,6 +17,7 @@ from protocol.settings import (
     Device,
     DrafterSettings,
     OrchestratorSettings,
+    RankGroupSettings,
     VerifierSettings,
 )
 from protocol.transport.address import is_loopback, split_host
@@ -56,7 +56,7 @@ def start_orchestrator(
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
     """Start a verifier."""
     shared = share_cores(pair.backend)
-    ranks = rank_group(settings, shared.verifier)
+    ranks = _rank_group(settings, shared.verifier)
     cores = ranks.hosts[0].cores if ranks else shared.verifier
     told = VerifierSettings(
         lifeline=lifeline,
@@ -117,6 +117,15 @@ def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) 
     return str(run_dir.idle_flag(role)) if shares and cores.verifier and cores.drafter else ""
 
 
+def _rank_group(settings: StackSettings, cores: list[int]) -> RankGroupSettings | None:
+    """The ranks of the target, if it is spread; errors as for `launch.settings.ranks`."""
+    if settings.target_ranks == 1 and not (settings.hosts or settings.split or settings.backend):
+        return None
+    from launch.settings.ranks import rank_group  # noqa: PLC0415  # only with ranks
+
+    return rank_group(settings, cores)
+
+
 def _absolute(file: str) -> str:
     return str(Path(file).expanduser().absolute()) if file else ""
 
@@ -129,7 +138,7 @@ def _prefill_model(settings: StackSettings, pair: Pair) -> str:
 def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
     """Start a drafter."""
     shared = share_cores(pair.backend)
-    cores, ranks = shared.drafter, rank_group(settings, shared.verifier)
+    cores, ranks = shared.drafter, _rank_group(settings, shared.verifier)
     told = DrafterSettings(
         lifeline=lifeline,
         log_level=settings.log_level,

@@ -19,6 +19,7 @@ import setproctitle
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.process.logs import configure_logging
 from protocol.settings import ChildSettings, decode_settings
+from protocol.version import describe_missing
 
 ERROR_PREFIX = "error: "
 
@@ -46,6 +47,11 @@ def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
         body()
     except SsdError as error:
         return _report(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        if missing := describe_missing(error.name or ""):
+            return _report(missing, UsageError.exit_code)
+        traceback.print_exc()
+        return _report(str(error), RuntimeFailure.exit_code)
     except MemoryError:
         return _report(f"the {role} ran out of memory", RuntimeFailure.exit_code)
     # The last line of defence: the supervisor needs one sentence, the log the whole story.

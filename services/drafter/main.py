@@ -9,12 +9,7 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import create_backend
-from services.drafter.backends.line_client import LineBackend
 from services.drafter.drafter import Drafter
-from services.drafter.relay.process import run_program
-from services.drafter.relay.relay import relay
-from services.drafter.relay.stdio_peer import StdioPeer
-from services.drafter.relay.tcp_peer import TcpPeer
 from services.drafter.sliding_context import SlidingContextBackend
 from services.mlx.blas import use_spare_cores
 from services.runtime.idle_flag import open_idle_flag
@@ -24,13 +19,32 @@ from services.runtime.loop import Identity, serve
 
 def run(settings: DrafterSettings) -> None:
     """Start the backend and serve the orchestrator until told to stop."""
-    if settings.backend == "remote":
-        with TcpPeer(settings) as peer:
-            relay(settings, peer)
-        return
-    if settings.backend != "stdio":
-        _serve(settings, create_backend(settings))
-        return
+    match settings.backend:
+        case "remote":
+            _relay_to_server(settings)
+        case "stdio":
+            _run_program(settings)
+        case _:
+            _serve(settings, create_backend(settings))
+
+
+# What another backend needs is imported only if it is asked for.
+
+
+def _relay_to_server(settings: DrafterSettings) -> None:
+    from services.drafter.relay.relay import relay  # noqa: PLC0415
+    from services.drafter.relay.tcp_peer import TcpPeer  # noqa: PLC0415
+
+    with TcpPeer(settings) as peer:
+        relay(settings, peer)
+
+
+def _run_program(settings: DrafterSettings) -> None:
+    from services.drafter.backends.line_client import LineBackend  # noqa: PLC0415
+    from services.drafter.relay.process import run_program  # noqa: PLC0415
+    from services.drafter.relay.relay import relay  # noqa: PLC0415
+    from services.drafter.relay.stdio_peer import StdioPeer  # noqa: PLC0415
+
     with run_program(settings.command) as program:
         if settings.lines:
             limits = (settings.ready_timeout_s, settings.answer_timeout_s)

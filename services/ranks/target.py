@@ -1,55 +1,32 @@
-"""The verifier's target, wherever it is: in this process, or spread over a group of ranks."""
+"""The verifier's target, spread over a group of ranks."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from protocol.errors import UsageError
 from protocol.settings import RankGroupSettings, VerifierSettings
-from services.mlx.device import bind
-from services.mlx.loader import LoadedModel, load
-from services.mlx.metal.choice import use_kernels
+from services.mlx.loader import LoadedModel
 from services.mlx.taps import TrialPasses
 from services.ranks.group import RankGroup
 from services.ranks.messages import Prove
 from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog
 from services.ranks.sharding import join_group, load_part
+from services.verifier.open_target import OpenTarget
 from services.verifier.target_model import TargetModel
 
 
-class OpenTarget(NamedTuple):
-    """A target that is ready to verify."""
-
-    model: LoadedModel
-    """With ranks: only rank 0's part."""
-    target: TargetModel | None
-    """None: the whole model is here, and the verifier prepares it."""
-    compute_unit: str
-    ranks: RankGroup | None
-
-
 @contextlib.contextmanager
-def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
-    """Load the target; with ranks, end these afterwards.
+def open_spread_target(
+    settings: VerifierSettings, ranks: RankGroupSettings
+) -> Iterator[OpenTarget]:
+    """Start the other ranks and load this one's part; end them afterwards.
 
     Raises:
         UsageError, ModelError: it cannot be loaded as the settings say.
         RuntimeFailure: a rank was lost meanwhile.
     """
-    if settings.ranks is None:
-        unit = bind(settings.device)
-        model = load(Path(settings.model), adapter=settings.adapter)
-        use_kernels(model.module, settings.metal_kernels)
-        yield OpenTarget(model, None, unit, None)
-        return
-    with _spread(settings, settings.ranks) as spread:
-        yield spread
-
-
-@contextlib.contextmanager
-def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[OpenTarget]:
     _refuse_what_needs_the_whole_model(settings)
     with RankGroup(settings, ranks) as group:
         group.begin()

@@ -49,7 +49,7 @@ class Profiler(contextlib.ExitStack):
 
     def _verifier(self, settings: ProfilerSettings) -> Callable[[Tokens], Timer]:
         # MLX must be imported after the BLAS is in place.
-        from services.ranks.target import open_target  # noqa: PLC0415
+        from services.verifier.open_target import open_target  # noqa: PLC0415
         from services.verifier.verifier import Verifier  # noqa: PLC0415
 
         told = _as_verifier(settings)

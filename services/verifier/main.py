@@ -18,7 +18,7 @@ from services.runtime.loop import Identity, serve
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
-    from services.ranks.target import OpenTarget
+    from services.verifier.open_target import OpenTarget
     from services.verifier.verifier import Verifier
 
 
@@ -28,8 +28,8 @@ def run(settings: VerifierSettings) -> None:
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place.
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
-    from services.ranks.target import open_target  # noqa: PLC0415
     from services.runtime.warmup import warm_verifier  # noqa: PLC0415
+    from services.verifier.open_target import open_target  # noqa: PLC0415
     from services.verifier.pass_times import measure_passes  # noqa: PLC0415
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415

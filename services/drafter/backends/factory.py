@@ -1,13 +1,17 @@
 """Starts the backend of a name. What it needs is imported here and only then."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
-from protocol.settings import DrafterSettings
+from protocol.settings import DrafterSettings, ReadingWay
 from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
+
+if TYPE_CHECKING:
+    from services.drafter.backends.mlx_reading import ReadingBackend
 
 
 def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
@@ -37,8 +41,6 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
-    from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
-    from services.drafter.backends.self_feeding import SelfFeedingBackend  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
     from services.mlx.target_reader import read_description  # noqa: PLC0415
@@ -47,7 +49,7 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
     reads = read_description(folder)
     if reads is not None:
-        kind = SelfFeedingBackend if reads.way == "input" else ReadingBackend
+        kind = _reading_backend(reads.way)
         backend: MlxBackend = kind(folder, step, unit, weights=settings.weights)
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
@@ -56,6 +58,16 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     if unit != "cpu":
         warm_drafter(backend)
     return backend
+
+
+def _reading_backend(way: ReadingWay) -> "type[ReadingBackend]":
+    if way == "input":
+        from services.drafter.backends.self_feeding import SelfFeedingBackend  # noqa: PLC0415
+
+        return SelfFeedingBackend
+    from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
+
+    return ReadingBackend
 
 
 def _create_head(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:

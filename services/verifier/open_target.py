@@ -1,0 +1,46 @@
+"""Open the target: in this process, or spread over a group of ranks."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from protocol.settings import VerifierSettings
+from services.mlx.device import bind
+from services.mlx.loader import LoadedModel, load
+from services.mlx.metal.choice import use_kernels
+from services.verifier.target_model import TargetModel
+
+if TYPE_CHECKING:
+    from services.ranks.group import RankGroup
+
+
+class OpenTarget(NamedTuple):
+    """A target that is ready to verify."""
+
+    model: LoadedModel
+    """With ranks: only rank 0's part."""
+    target: TargetModel | None
+    """None: the whole model is here, and the verifier prepares it."""
+    compute_unit: str
+    ranks: "RankGroup | None"
+
+
+@contextlib.contextmanager
+def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
+    """Load the target; with ranks, end these afterwards.
+
+    Raises:
+        UsageError, ModelError: it cannot be loaded as the settings say.
+        RuntimeFailure: a rank was lost meanwhile.
+    """
+    if settings.ranks is not None:
+        from services.ranks.target import open_spread_target  # noqa: PLC0415  # only with ranks
+
+        with open_spread_target(settings, settings.ranks) as spread:
+            yield spread
+        return
+    unit = bind(settings.device)
+    model = load(Path(settings.model), adapter=settings.adapter)
+    use_kernels(model.module, settings.metal_kernels)
+    yield OpenTarget(model, None, unit, None)
