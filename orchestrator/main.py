@@ -39,7 +39,9 @@ def run(settings: OrchestratorSettings) -> None:
             services=services,
             clients=clients,
             tokenizer=tokenizer,
-            prompts=PromptEncoder(tokenizer, settings.model, limits),
+            prompts=PromptEncoder(
+                tokenizer, settings.model, limits, parse_special=settings.parse_special
+            ),
             journal=CrashJournal(Path(settings.run_dir), settings.max_deaths),
             vocabulary=vocabulary,
             pid=os.getpid(),

@@ -82,7 +82,15 @@ Result: TypeAlias = Tokens | UsageError | Busy | ServiceLost
 class PromptEncoder:
     """One tokenizer in this process, and one in each worker, which start when they are needed."""
 
-    def __init__(self, tokenizer: TargetTokenizer, folder: str, limits: PromptLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: TargetTokenizer,
+        folder: str,
+        limits: PromptLimits,
+        *,
+        parse_special: bool = False,
+    ) -> None:
+        """`parse_special`: as for the tokenizer."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._template_is_slow = False
@@ -96,7 +104,7 @@ class PromptEncoder:
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
         self._workers = [
-            PromptProcess(folder, limits, parse_special=tokenizer.parse_special) for _ in range(2)
+            PromptProcess(folder, limits, parse_special=parse_special) for _ in range(2)
         ]
         self._prompts, self._very_long = (
             _Lane("prompts", partial(self._tokenise, worker)) for worker in self._workers

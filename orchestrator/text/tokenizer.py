@@ -45,7 +45,7 @@ class TargetTokenizer:
         self._detokenizer = Detokenizer(self._tokenizer)
         written = source + "".join(self._special_tokens().values())
         is_mark = written.__contains__
-        self.parse_special = parse_special
+        self._parse_special = parse_special
         self._special = SpecialTokens(self._tokenizer, is_mark)
 
     @property
@@ -80,7 +80,7 @@ class TargetTokenizer:
             raise UsageError("this model's chat template knows no tools")
         turns = [{"content": "", **msgspec.to_builtins(m)} for m in messages]
         given = (turns, tools or [], options or {})
-        marks = None if self.parse_special else _find_marks(self._special, *given)
+        marks = None if self._parse_special else _find_marks(self._special, *given)
         # Without a template the conversation is tokenised as any text.
         special = self._template is None
         if marks is None:

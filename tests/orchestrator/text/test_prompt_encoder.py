@@ -121,7 +121,9 @@ def test_workers_parse_special_tokens_if_asked_to(tmp_path: Path, folder: Path) 
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     parsing = TargetTokenizer(tmp_path, parse_special=True)
     message = chat(1, LONG + "<|end|>")
-    with contextlib.closing(PromptEncoder(parsing, str(tmp_path), LIMITS)) as encoder:
+    with contextlib.closing(
+        PromptEncoder(parsing, str(tmp_path), LIMITS, parse_special=True)
+    ) as encoder:
         assert encoder.encode((b"c", 1), message) is None
         tokens = wait(encoder)[1]
     assert tokens == parsing.encode(message.messages)
