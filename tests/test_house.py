@@ -230,8 +230,8 @@ OPENINGS = re.compile(r"(What|Whether|Of|As|The same|See)\b")
 """Words that no docstring begins with: it is an imperative sentence, or defines something."""
 
 # They may only fall: whoever rewrites a room lowers its numbers.
-MOST_QUAINT_LINES = {"protocol": 58, "services": 230, "orchestrator": 116, "launch": 76}
-MOST_OPENINGS = {"protocol": 81, "services": 486, "orchestrator": 152, "launch": 91}
+MOST_QUAINT_LINES = {"protocol": 57, "services": 221, "orchestrator": 115, "launch": 76}
+MOST_OPENINGS = {"protocol": 45, "services": 195, "orchestrator": 150, "launch": 56}
 
 
 @pytest.mark.parametrize("room", ROOMS)

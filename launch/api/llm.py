@@ -117,7 +117,7 @@ class LLM(Closeable):
         self._async_client = self._exit.enter_context(AsyncClient(address))
 
     def get_default_sampling_params(self, **others: Any) -> SamplingParams:
-        """What the model's makers recommend (`generation_config.json`), else greedy."""
+        """Return what the model's makers recommend (`generation_config.json`), else greedy."""
         with contextlib.closing(Client(self._address)) as client:
             return SamplingParams.of_model(client.status().model, **others)
 

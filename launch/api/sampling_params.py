@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_model(cls, folder: str, **others: Any) -> Self:
-        """What the makers of the model in this folder recommend; greedy if they do not."""
+        """Return what the makers of the model in this folder recommend; greedy if they do not."""
         values = read_model_sampling(folder)
         options: LogitsOptions | None = values.pop("logits_options", None)
         if options is not None:

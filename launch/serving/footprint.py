@@ -1,4 +1,4 @@
-"""What a loaded model takes in memory: estimated before, measured afterwards."""
+"""Memory of a loaded model: estimated before, measured afterwards."""
 
 from collections.abc import Iterable
 from pathlib import Path

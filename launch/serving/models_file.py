@@ -66,7 +66,7 @@ class DrafterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model's table holds besides the settings of its stack."""
+    """Fields of a model's table besides the settings of its stack."""
 
     aliases: list[str] = []
     keep_loaded: bool = False

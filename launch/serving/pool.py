@@ -98,7 +98,7 @@ class _Entry:
 
     @property
     def takes_memory(self) -> bool:
-        """Whether there are processes."""
+        """True if there are processes."""
         return self.state in ("loading", "loaded", "unloading")
 
 
@@ -226,7 +226,7 @@ class ModelPool:
     # ------------------------------------------------------------ what is to be done
 
     def decide(self, now: float, free_bytes: int, busy: Collection[str]) -> list[PoolAction]:
-        """What is to be done now.
+        """Return the actions that are due.
 
         Args:
             now: seconds of a monotonic clock.
@@ -354,7 +354,7 @@ class ModelPool:
 
 
 def _is_idle(entry: _Entry, busy: Collection[str], *, wanted: bool = False) -> bool:
-    """Whether nobody uses it; it may be `wanted` by those who wait."""
+    """Return whether nobody uses it; it may be `wanted` by those who wait."""
     in_use = entry.users or (entry.waiting and not wanted) or entry.name in busy
     return entry.state == "loaded" and not in_use
 

@@ -98,11 +98,11 @@ class ModelStacks:
         self._stopping = threading.Event()
 
     def run_dir(self, model: str) -> RunDir:
-        """Of a model's stack, whether it runs or not."""
+        """Return the run folder of a model's stack, whether it runs or not."""
         return RunDir(f"{self._server}-{self._entries[model].slug}")
 
     def knows(self, model: str, drafter: str) -> bool:
-        """Whether this model has such a drafter; each has the one that it starts with, ""."""
+        """Return whether this model has such a drafter; "" is the one that it starts with."""
         return not drafter or drafter in self._entries[model].drafters
 
     def introduce(self, model: str) -> ModelReady:
@@ -111,7 +111,7 @@ class ModelStacks:
         return ModelReady(folder=pair.model, sampling=preset_sampling(settings, pair))
 
     def events(self) -> Iterator[StackEvent]:
-        """What has happened since the last look."""
+        """Yield what has happened since the last call."""
         for model, supervisor in list(self._running.items()):
             if supervisor.failure is not None:
                 del self._running[model]
@@ -125,7 +125,7 @@ class ModelStacks:
         return {name for name, stack in list(self._running.items()) if stack.answering}
 
     def processes(self) -> Iterator[ProcessStatus]:
-        """Of all stacks, each with its model in front of its role."""
+        """Yield the processes of all stacks, each with its model in front of its role."""
         for name, supervisor in [*self._starting.items(), *self._running.items()]:
             for status in supervisor.processes:
                 yield self._name(name, status)

@@ -56,7 +56,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Number of the child process."""
         return self.process.pid
 
     @property

@@ -57,7 +57,7 @@ class HttpListener(Closeable):
         return f"http://{host}:{port}"
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether a gateway has taken its place behind the door."""
+        """Return whether a gateway has taken its place behind the door."""
         host, port = self._open.getsockname()[:2]
         connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         with contextlib.closing(connection):

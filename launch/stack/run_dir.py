@@ -26,7 +26,7 @@ _CLOCK_SLACK_S = 2.0  # a correction of the system clock moves creation times a 
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What `stack.json` holds about a running stack."""
+    """Contents of `stack.json` of a running stack."""
 
     pid: int
     """Of the supervisor."""

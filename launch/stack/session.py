@@ -48,7 +48,7 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 
 
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
-    """Whether a living stack runs what is wanted; says what it does not."""
+    """Return whether a living stack runs what is wanted; says what it does not."""
     running = run_dir.running()
     if running is None or not running.model:
         return False

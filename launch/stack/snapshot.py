@@ -1,4 +1,4 @@
-"""What a running stack is doing: asked of its supervisor, its orchestrator and the system."""
+"""State of a running stack, asked of its supervisor, its orchestrator and the system."""
 
 import time
 from typing import Literal
@@ -77,7 +77,7 @@ class StackObserver(Closeable):
         return self.look()
 
     def look(self) -> StackSnapshot:
-        """What it is doing now; raises RuntimeFailure once the stack has ended."""
+        """Return the present state; raise RuntimeFailure once the stack has ended."""
         if (description := self._run_dir.running()) is None:
             raise RuntimeFailure(f"the stack {self._name!r} has ended")
         self._description = description

@@ -86,7 +86,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
 
 
 def _shares_no_gpu(settings: StackSettings, pair: Pair) -> bool:
-    """Whether the target computes on CUDA, and the drafter that it starts with not on its card.
+    """Return whether the target computes on CUDA, and its first drafter on another card.
 
     A drafter that is swapped in later, or another target of `ssd serve`, may be there all the same:
     then each has to wait for the other at times.
@@ -170,7 +170,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
 
 
 def preset_sampling(settings: StackSettings, pair: Pair | None = None) -> Sampling:
-    """What HTTP requests get that do not say otherwise, for a model if one is given."""
+    """Return the sampling of HTTP requests that name none, for a model if one is given."""
     asks = pair is not None and settings.preset == "default"
     recommended = read_model_sampling(pair.model) if pair is not None and asks else {}
     return Sampling(**{**recommended, **get_preset(settings.preset).sampling})
@@ -245,5 +245,5 @@ def describe_child(child: Child, settings: StackSettings, pair: Pair) -> Process
 
 
 def _list_words(text: str) -> list[str]:
-    """What commas and blanks separate."""
+    """Split at commas and blanks."""
     return text.replace(",", " ").split()

@@ -45,7 +45,7 @@ class Watchdog(Closeable):
         """The orchestrator's latest."""
 
     def ready(self, child: Child) -> bool:
-        """Whether it has shaken hands, or answered."""
+        """Return whether it has shaken hands, or answered."""
         if self.status is None:
             return False
         if child.role == "orchestrator":

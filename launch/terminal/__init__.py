@@ -1,1 +1,1 @@
-"""What people see and type on a terminal."""
+"""Output and input on a terminal."""

@@ -1,4 +1,4 @@
-"""What people see: streamed text, coloured drafts, statistics, live process lines."""
+"""Terminal output: streamed text, coloured drafts, statistics, live process lines."""
 
 import sys
 
@@ -74,7 +74,7 @@ def describe_state(status: ProcessStatus) -> str:
 
 
 def report_trouble(status: ProcessStatus) -> None:
-    """Of the processes of a private stack, those that load for long, died or are lost."""
+    """Report processes of a private stack that load for long, died or are lost."""
     if status.note and status.state != "running":
         process_line(status)
 
@@ -88,7 +88,7 @@ class PromptProgress:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody would see it."""
+        """True if anybody would see it."""
         return self._console.is_terminal
 
     def show(self, progress: Progress) -> None:

@@ -23,7 +23,7 @@ class DemoAnswer:
 
     @property
     def statistics(self) -> Statistics:
-        """Of its rounds."""
+        """Statistics of its rounds."""
         return self.finished.statistics
 
 

@@ -1,4 +1,4 @@
-"""What was chosen for an answer, and why, in sentences that a user understands."""
+"""Explain the choices made for an answer in sentences that a user understands."""
 
 from launch.terminal.statistics import describe_age
 from protocol.messages import Mode, Statistics

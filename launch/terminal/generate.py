@@ -39,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Where to write who did what when."""
 
     def with_sampling(self, sampling: Sampling) -> "Options":
-        """The same, with tokens drawn like this."""
+        """Return the same options with other sampling."""
         template = msgspec.structs.replace(self.template, sampling=sampling)
         return msgspec.structs.replace(self, template=template)
 

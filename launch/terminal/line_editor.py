@@ -69,7 +69,7 @@ class _Question:
         self._is_interrupted = False
 
     def ask(self, prompt: str) -> str:
-        """What was typed."""
+        """Return the line that was typed."""
         with defer(self._interrupt):
             return self._session.prompt(prompt, pre_run=self._begin, handle_sigint=False)
 

@@ -141,7 +141,7 @@ def _natural(name: str) -> tuple[str, int]:
 
 
 def notes(finished: Finished, request: Generate) -> Iterator[str]:
-    """What a reader of the answer must know, in sentences: that it was cut, or had no drafter."""
+    """Yield notes on the answer, in sentences: that it was cut, or had no drafter."""
     if finished.reason == "length":
         yield f"stopped after {request.max_tokens} tokens (--max-tokens)"
     elif finished.reason == "context":

@@ -23,7 +23,7 @@ class ProbeWorker(JsonWorker):
         super().__init__("probe", "services.coreml.probe", self.settings, descriptors=barrier)
 
     def measure(self) -> ProbeResult:
-        """What it measured; if it died or hung, a `ProbeResult` with the reason."""
+        """Return what it measured; if it died or hung, a `ProbeResult` with the reason."""
         try:
             return self.result(ProbeResult, _TIMEOUT_S)
         except SsdError as error:

@@ -18,7 +18,7 @@ _PASSES_TIMEOUT_S = 900.0
 def ask_kernel_report(
     model: str, kernels: MetalKernels, device: str, *, passes: bool = False
 ) -> KernelReport:
-    """What was measured with the layers of a target; else a note why nothing was.
+    """Measure with the layers of a target; else return a note why nothing was measured.
 
     Args:
         model: the target's folder.

@@ -1,4 +1,4 @@
-"""What a model's layers remember, asked of a process with MLX."""
+"""Ask a process with MLX what a model's layers remember."""
 
 import msgspec
 

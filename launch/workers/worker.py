@@ -69,7 +69,7 @@ class JsonWorker(Closeable):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Number of the process."""
         return self._process.pid
 
     def _read(self, stdout: IO[bytes]) -> None:
@@ -188,7 +188,7 @@ def run_module(
 
 
 def error_of(name: str, code: int | None, output: str) -> SsdError:
-    """What a process died of: the error that it reported, its signal, or the end of its output.
+    """Return the error that a process died of: its report, its signal, or the end of its output.
 
     Args:
         name: what the message calls it.

@@ -91,8 +91,7 @@ class Client:
     def generate_many(
         self, requests: Iterable[Generate], at_once: int
     ) -> Generator[tuple[int, Text | Finished]]:
-        """The same for several requests, of which `at_once` are open: (number, message) as
-        they come.
+        """Generate several answers, `at_once` at a time: yield (number, message) as they come.
 
         The first error ends all of them; errors as for `generate`.
         """
@@ -116,7 +115,7 @@ class Client:
                 self._channel.send(Cancel(request=number))
 
     def _next(self, sessions: dict[int, RequestSession]) -> list[tuple[int, Text | Finished]]:
-        """What the next message says to these requests; nothing after a silence.
+        """Return what the next message says to these requests; nothing after a silence.
 
         Whether they are still served is also asked when the connection is a new one.
         """

@@ -1,4 +1,4 @@
-"""What an orchestrator's messages mean to the client of one request. No socket, no clock.
+"""Meaning of an orchestrator's messages to the client of one request. No socket, no clock.
 
 An orchestrator may be restarted while a request runs. Under the coupled rule an answer is
 a function of its request, so the client asks again and skips what it has had already.
@@ -53,7 +53,7 @@ class RequestSession:
         self._rest = False
 
     def take(self, message: FromOrchestrator) -> Text | Finished | Generate | None:
-        """What the message means: a part of the answer, the request to be sent again, or nothing.
+        """Return a part of the answer, the request to be sent again, or nothing.
 
         Raises:
             UsageError, Busy, ServiceLost: the request was refused.
@@ -108,7 +108,7 @@ class RequestSession:
         return rest if rest.pieces else None
 
     def on_silence(self) -> StatusRequest:
-        """What to ask after `SILENCE_S` without a message.
+        """Return the question to ask after `SILENCE_S` without a message.
 
         Raises:
             RuntimeFailure: it was asked often enough.

@@ -1,1 +1,1 @@
-"""What each helper process is asked, and what it answers: typed JSON lines."""
+"""Questions and answers of helper processes, as typed JSON lines."""

@@ -118,7 +118,7 @@ class FunctionCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ConvertProgress(msgspec.Struct, frozen=True, tag="step"):
-    """What is being done, and the share of it that is done."""
+    """Present step of a conversion, and the share of it that is done."""
 
     what: str
     done: float

@@ -40,7 +40,7 @@ class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a probe found; what does not belong to its kind is left out."""
+    """Result of a probe; fields of other kinds are left out."""
 
     kind: ProbeKind
     compute_units: str

@@ -1,4 +1,4 @@
-"""What MLX and CoreML find on this machine, for `ssd doctor`."""
+"""Devices that MLX and CoreML find on this machine, for `ssd doctor`."""
 
 import msgspec
 

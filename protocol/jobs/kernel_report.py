@@ -1,4 +1,4 @@
-"""What was found of the kernels for few rows on a GPU: one JSON object on stdout."""
+"""Report on the kernels for few rows on a GPU: one JSON object on stdout."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ KernelName = Literal["product", "attention", "block"]
 
 
 class KernelReportSettings(Settings, frozen=True, kw_only=True):
-    """What is to be measured."""
+    """Measurements to make."""
 
     model: str
     """Folder of the target."""

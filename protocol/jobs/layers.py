@@ -1,4 +1,4 @@
-"""What the layers of a model remember, for `ssd doctor` and `ssd models inspect`."""
+"""Memory of a model's layers, for `ssd doctor` and `ssd models inspect`."""
 
 import msgspec
 

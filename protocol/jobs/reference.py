@@ -18,7 +18,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fi
 
 
 class DecodeResult(msgspec.Struct, frozen=True):
-    """What mlx-lm generated, and how fast."""
+    """Answer of mlx-lm, and its speed."""
 
     tokens: Tokens
     ttft_ms: float
@@ -39,7 +39,7 @@ class BatchDecodeRequest(
 
 
 class BatchDecodeResult(msgspec.Struct, frozen=True):
-    """What it generated for each prompt, and how long all of it took."""
+    """Answers of mlx-lm to each prompt, and the time of all of them."""
 
     tokens: list[Tokens]
     ttft_ms: list[float]
@@ -72,7 +72,7 @@ class MarginResult(msgspec.Struct, frozen=True):
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding alone can have exchanged them."""
+        """True if rounding alone can have exchanged them."""
         return self.margin <= max(LARGEST_TIE, _TIED_SPACINGS * self.spacing)
 
 

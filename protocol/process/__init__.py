@@ -1,1 +1,1 @@
-"""What every process needs at its start and at its end: signals, logs, cleaning up."""
+"""Start and end of every process: signals, logs, cleaning up."""

@@ -1,4 +1,4 @@
-"""What every child of the supervisor does at its start and at its end.
+"""Start and end of every child of the supervisor.
 
 A child reports failure in two ways that need no socket: one line `error: <sentence>` on
 stderr, and the exit code of the error's branch (`errors.py`).

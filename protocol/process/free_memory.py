@@ -20,7 +20,7 @@ _PAGE = resource.getpagesize()
 
 
 class FreeMemory(NamedTuple):
-    """What is left under one limit."""
+    """Memory that is left under one limit."""
 
     bytes: int
     limit: str
@@ -30,7 +30,7 @@ class FreeMemory(NamedTuple):
 def free_memory(
     proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
 ) -> FreeMemory:
-    """What is left under the nearest limit.
+    """Return the memory that is left under the nearest limit.
 
     Args:
         proc: of this process, where there is such a folder.
@@ -55,7 +55,7 @@ def _address_space(proc: Path) -> Iterator[FreeMemory]:
 
 
 def _control_groups(proc: Path, groups: Path) -> Iterator[FreeMemory]:
-    """Of this process's groups and all above them; those that cannot be seen do not count."""
+    """Yield the limits of this process's groups and all above them, if they can be seen."""
     with contextlib.suppress(OSError):
         for line in (proc / "cgroup").read_text(encoding="utf-8").splitlines():
             _, kinds, path = line.split(":", 2)

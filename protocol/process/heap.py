@@ -1,4 +1,4 @@
-"""What a process keeps for good is not searched for garbage again and again."""
+"""Freeze long-lived objects, so that they are not searched for garbage again and again."""
 
 import gc
 

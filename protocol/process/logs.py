@@ -52,7 +52,7 @@ class RepeatFilter(logging.Filter):
         self._seen: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether this line is written."""
+        """Return whether this line is written."""
         now = time.monotonic()
         if now - self._since > _WINDOW_S:
             self._since, self._seen = now, {}

@@ -23,7 +23,7 @@ def ipc_address(path: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by name or number and without a port, is this machine alone."""
+    """Return whether a host, by name or number and without a port, is this machine alone."""
     if host == "localhost":
         return True
     try:

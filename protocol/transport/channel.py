@@ -44,7 +44,7 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) -> None:
-    """What all sockets have in common; raises UsageError for a network address without a lock."""
+    """Set the options of every socket; raise UsageError for a network address without a lock."""
     if not locked and not address.startswith(IPC):
         raise UsageError(f"{address!r} is not a Unix socket: it needs keys (`ssd keys`)")
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
@@ -59,7 +59,7 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
 
 
 class _Endpoint(Closeable):
-    """What Hub and Channel share: a socket, its context, and closing both."""
+    """Common part of Hub and Channel: a socket, its context, and closing both."""
 
     def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:
         self._context = zmq.Context()
@@ -79,7 +79,7 @@ class _Endpoint(Closeable):
         return self._socket
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting, after at most `timeout_s` seconds."""
+        """Return whether a message is waiting, after at most `timeout_s` seconds."""
         return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
 
     def close(self) -> None:

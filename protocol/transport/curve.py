@@ -45,7 +45,7 @@ class ServerLock:
     """Public keys of those who may connect."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this client may connect; zmq's authenticator asks it under this name."""
+        """Return whether this client may connect; zmq's authenticator asks it under this name."""
         return domain == _DOMAIN and key.decode() in self.trusted
 
 
@@ -132,7 +132,7 @@ def monitor(socket: zmq.Socket[bytes]) -> Monitor:
 
 
 def poll_failure(watch: Monitor) -> str | None:
-    """What has gone wrong with the connection since the last look; None if nothing has."""
+    """Return what went wrong with the connection since the last call; None if nothing did."""
     from zmq.utils.monitor import recv_monitor_message  # noqa: PLC0415
 
     while watch.socket.poll(0):

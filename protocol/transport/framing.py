@@ -54,7 +54,7 @@ class FrameReader:
 
     @property
     def inside(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """True if a message has begun and not ended."""
         return bool(self._bytes)
 
     def _too_long(self) -> ProtocolError:

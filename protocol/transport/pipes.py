@@ -61,7 +61,7 @@ class PipeChannel(Generic[Inbound]):
         write_all(self._writing, encode(message), "reader of our messages", timeout_s)
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting, after at most `timeout_s` seconds.
+        """Return whether a message is waiting, after at most `timeout_s` seconds.
 
         Raises:
             StreamEnded: there is no message any more.
@@ -79,7 +79,7 @@ class PipeChannel(Generic[Inbound]):
         return True
 
     def await_news(self, timeout_s: float) -> bool:
-        """The same: a pipe has one other end."""
+        """Wait for a message, as `ready` does: a pipe has one other end."""
         return self.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> Inbound:
@@ -99,12 +99,12 @@ class PipeChannel(Generic[Inbound]):
 
 
 def readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether reading will not block, after at most `timeout_s` seconds."""
+    """Return whether reading will not block, after at most `timeout_s` seconds."""
     return _poll(descriptor, select.POLLIN, timeout_s)
 
 
 def writable(descriptor: int, timeout_s: float) -> bool:
-    """Whether `write_some` will not block, after at most `timeout_s` seconds."""
+    """Return whether `write_some` will not block, after at most `timeout_s` seconds."""
     return _poll(descriptor, select.POLLOUT, timeout_s)
 
 

@@ -46,7 +46,7 @@ class Prompted(Protocol):
 
 
 class Reader(Protocol):
-    """What is read of the model beside its logits."""
+    """Reader of further outputs of the model, besides its logits."""
 
     def take(self) -> ReadRows | None:
         """[tokens, width] of the last pass, lazy; None if nothing is read."""
@@ -138,7 +138,7 @@ class ChunkedPrefill:
         return len(self._wanted)
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
-        """Whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
+        """Return whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
         common = max(
             (common_prefix_length(tokens, other) for other in self._wanted.values()), default=0
         )

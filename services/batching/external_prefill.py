@@ -124,7 +124,7 @@ class PrefillChoice:
         self._there = [other for _, other in times.values()]
 
     def prefers_external(self, length: int) -> bool:
-        """Whether a prompt of this length should be computed on the other device.
+        """Return whether a prompt of this length should be computed on the other device.
 
         Between two measured lengths the other way, which computes whole chunks, is taken to need
         what it needed for the longer one, and the target's own way its share: if that errs, it

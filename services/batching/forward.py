@@ -59,7 +59,7 @@ class ForwardPass:
         return self._choice
 
     def best(self, rows: slice) -> npt.NDArray[np.int32]:
-        """What `choose` has made of these rows.
+        """Tokens that `choose` picked for these rows.
 
         Of all rows at once: each sequence's own way to the host would cost a launch and a wait.
         """
@@ -94,7 +94,7 @@ class BatchRequest:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the pass that it was part of was run, or failed."""
+        """True if the pass that it was part of was run, or failed."""
         return self.logits is not None or self.error is not None
 
 
@@ -102,7 +102,7 @@ class TracedPass(Protocol):
     """Runs passes of shapes that are traced."""
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Whether the store's current frame is of such a shape.
+        """Return whether the store's current frame is of such a shape.
 
         Args:
             store: of the sequence.
@@ -176,7 +176,7 @@ class Batcher:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything was submitted that is not computed yet."""
+        """True if anything was submitted that is not computed yet."""
         return bool(self._waiting)
 
     def begin(

@@ -74,14 +74,14 @@ class PackedCache:
 
     @property
     def known(self) -> list[KnownRows] | None:
-        """See `SlotCache.known`."""
+        """Rows that each sequence has before the pass, or None."""
         found = [cache.known for cache in self._caches if isinstance(cache, SlotCache)]
         parts = [part for own in found for part in own or ()]
         return parts if len(parts) == len(self._caches) else None
 
     @property
     def plain_stores(self) -> list[KVStore] | None:
-        """See `SlotCache.plain_stores`."""
+        """Stores of the sequences, or None if one keeps more than keys and values."""
         found = [getattr(cache, "plain_stores", None) for cache in self._caches]
         return [store for own in found for store in own or ()] if all(found) else None
 
@@ -132,7 +132,7 @@ def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = Non
 
 
 def batches_recurrences() -> bool:
-    """Whether recurrences of equal length are one batch here: MLX has no kernel of its own for
+    """Return whether recurrences of equal length are one batch here: MLX has no kernel for
     them on CUDA, and each of its steps is a few launches. On a CPU the copies cost more."""
     return compute_unit() == "cuda"
 
@@ -151,7 +151,7 @@ def pack_pass(states: Sequence[SequenceState], *, in_batches: bool) -> Iterator[
 
 
 def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]]:
-    """Of each recurrent layer: see `PackedArrays`."""
+    """Return the sources of each recurrent layer, as in `PackedArrays`."""
     first = states[0]
     if not any(type(cache) is ArraysCache for cache in flatten_caches(first.caches)):
         return []
@@ -242,7 +242,7 @@ def enable_packing(model: nn.Module) -> None:
 
 
 def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> bool:
-    """Whether two sequences in one row get the logits that each gets alone: tried out."""
+    """Return whether two sequences in one row get the logits that each gets alone: tried out."""
     try:
         enable_packing(model)
         alone = _try_passes(model, make_state, flat=False)
@@ -275,7 +275,7 @@ def find_table(
 
 
 def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> bool:
-    """Whether a token of a tree gets the logits that it gets at the end of a chain: tried out."""
+    """Test whether a token of a tree gets the logits that it gets at the end of a chain."""
     tree = read_tree([5, 6, 7, 8, 9], [0, 0, 1, 2])
     try:
         allow_branches(model)

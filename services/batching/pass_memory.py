@@ -1,4 +1,4 @@
-"""Whether a pass fits into what memory is left, reckoned before it begins.
+"""Memory of a pass, estimated before it begins and compared with what is left.
 
 MLX's CPU backend does not survive an allocation that fails, and the kernel ends a process that
 takes more than its control group may. So a pass that would is refused: its request fails, and
@@ -46,7 +46,7 @@ _MB = 1e6
 
 
 class Held(Protocol):
-    """What is asked of a state."""
+    """Memory figures that a state must offer."""
 
     @property
     def length(self) -> int:
@@ -115,7 +115,7 @@ class PassMemory:
             raise _refuse(f"a prompt of {tokens} tokens", needed)
 
     def _fits(self, needed: int) -> bool:
-        """Whether so much is left; what is kept for later is given up for it."""
+        """Return whether that much memory is left, giving up what is kept for later if need be."""
         if needed <= free_for_mlx().bytes:
             return True
         give_back()

@@ -45,7 +45,7 @@ class PrefillOrder:
             self._tokens_per_s = tokens / seconds
 
     def may_go(self, number: int, room: int, now: float) -> bool:
-        """Whether it may have a part of the next pass, which takes `room` tokens.
+        """Return whether it may have a part of the next pass, which takes `room` tokens.
 
         Those before it in the order come first; what they leave is for others.
         """

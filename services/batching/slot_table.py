@@ -52,7 +52,7 @@ sees them: every row reads them for itself, which MLX's own attention does not."
 
 
 class _Kind(NamedTuple):
-    """What one layer keeps of each token, its keys or its values."""
+    """Keys or values of one layer: shape and type for each token."""
 
     heads: int
     size: int
@@ -76,7 +76,7 @@ class Seat:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """See `KVStore.milestones`."""
+        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
         return self._table.milestones
 
     def evaluate(self) -> None:
@@ -85,7 +85,7 @@ class Seat:
 
 
 class SlotTable:
-    """See the module.
+    """One buffer of keys and values a layer for all sequences that share passes.
 
     Args:
         attend: the attention of a pass.
@@ -157,7 +157,7 @@ class SlotTable:
     def _try_pass(
         self, model: Any, make_store: Callable[[], Any], rows: int, traced: TracedTable | None
     ) -> mx.array:
-        """Of two new sequences, one of which has all tokens but one."""
+        """Run a pass over two new sequences, one of which has all tokens but one."""
         stores = [make_store(), make_store()]
         stores[0].append(rows - 1)
         stores[1].append(1)
@@ -167,12 +167,12 @@ class SlotTable:
         return logits
 
     def read(self, reader: FeatureReader) -> None:
-        """See `TracedForward.read`."""
+        """Make traces that also return the states a drafter reads."""
         if self._traced is not None:
             self._traced.read(reader)
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
-        """Whether the passes of these read so little that each row may read it for itself."""
+        """Return whether these passes read so little that each row may read it for itself."""
         frames = [store.frame for store in stores]
         pairs = sum(frame.count * (frame.start + (frame.count + 1) // 2) for frame in frames)
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
@@ -189,7 +189,7 @@ class SlotTable:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """See `KVStore.milestones`."""
+        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
         return self._written or [layer.keys for layer in self._layers]
 
     def evaluate(self) -> None:
@@ -199,7 +199,7 @@ class SlotTable:
             mx.eval(self._written)
 
     def is_shared_by(self, store: KVStore) -> bool:
-        """Whether this sequence sits here, and another one does: it is about to have company."""
+        """Return whether this sequence and another one sit here: they are about to share passes."""
         return store.seat is not None and sum(map(self._sits, range(len(self._taken)))) > 1
 
     def drop_if_empty(self) -> None:
@@ -212,11 +212,11 @@ class SlotTable:
             self._layers, self._taken, self._slots = [], [], 0
 
     def _bytes(self, seats: int, slots: int) -> int:
-        """Of a table of so many seats with so many slots."""
+        """Return the bytes of a table with that many seats and slots."""
         return seats * slots * sum(_bytes_of(*kinds) for kinds in self._kinds)
 
     def _sits(self, index: int) -> bool:
-        """Whether this seat is taken, by a sequence that is still there."""
+        """Return whether this seat is taken, by a sequence that is still there."""
         taken = self._taken[index]
         store = taken() if taken is not None else None
         return store is not None and store.seat is not None
@@ -245,7 +245,7 @@ class SlotTable:
         return True
 
     def _learn_kinds(self, stores: Sequence[KVStore]) -> bool:
-        """Whether it is known what the layers keep, perhaps from one of these."""
+        """Return whether it is known what the layers keep, perhaps from one of these."""
         known = next((store for store in stores if store.arrays), None)
         if not self._kinds and known is not None:
             self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
@@ -337,7 +337,7 @@ class SlotTable:
         return copies
 
     def move(self, index: int, slots: mx.array, to: int) -> None:
-        """See `Seat.move`."""
+        """Copy the rows in `slots` to the consecutive slots from `to` on."""
         base = self._base(index)
         if self._written:  # in place, and so they are moved
             pairs = [(one.keys[None], one.values[None]) for one in self._layers]
@@ -357,7 +357,7 @@ def _kind_of(rows: mx.array | None) -> _Kind:
 
 
 def _bytes_of(*kinds: _Kind) -> int:
-    """Of one token's keys and values in a layer."""
+    """Return the bytes of one token's keys and values in a layer."""
     return sum(kind.heads * kind.size * kind.dtype.size for kind in kinds)
 
 

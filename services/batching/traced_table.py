@@ -32,7 +32,7 @@ class TracedTable:
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
-        """See `TracedForward.read`."""
+        """Make traces that also return the states a drafter reads."""
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)
 

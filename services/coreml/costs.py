@@ -1,4 +1,4 @@
-"""What a call of each function takes, and where it runs."""
+"""Time of a call of each function, and where it runs."""
 
 import statistics
 import time

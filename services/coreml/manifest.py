@@ -1,4 +1,4 @@
-"""What stands beside a converted package: all that a host must know to run it."""
+"""Manifest of a converted package: all that a host must know to run it."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What made the package."""
+    """Versions that made the package."""
 
     coremltools: str
     numpy: str

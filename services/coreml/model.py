@@ -171,7 +171,7 @@ def _log_sum(peaks: Floats, sums: Floats) -> Floats:
 
 
 def causal(count: int) -> Visible:
-    """What each token of a chain sees of it, [count, count]."""
+    """Return which tokens of a chain each one sees, [count, count]."""
     return np.tri(count, dtype=bool)
 
 

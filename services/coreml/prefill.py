@@ -18,7 +18,7 @@ _FUNCTION = "prefill_kv"
 
 
 class CoremlPrefill:
-    """See `services.batching.external_prefill.PrefillSource`."""
+    """Compute prompts with a converted package."""
 
     def __init__(self, model: ConvertedModel) -> None:
         """Prefill with a converted model; raises ModelError if it lacks the function."""

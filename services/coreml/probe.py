@@ -61,7 +61,7 @@ def _functions(settings: ProbeSettings) -> ProbeResult:
 
 
 def _device(settings: ProbeSettings) -> ProbeResult:
-    """The same tokens on the device and on the reference runtime."""
+    """Compare the same tokens on the device and on the reference runtime."""
     folder = Path(settings.model)
     device = _model(settings)
     reference = ConvertedModel(folder, ReferenceExecutor(folder, read_manifest(folder)))

@@ -34,7 +34,7 @@ class BatchStore:
         return -(-(self.offset + self.count) // _BUCKET) * _BUCKET
 
     def sees_all(self, window: int | None) -> bool:
-        """Whether the new tokens see every slot in use: there is one, and no window hides any."""
+        """Return whether the new token is a single one that sees every slot in use."""
         return self.count == 1 and (window is None or self.offset < window)
 
     def mask(self, window: int | None) -> mx.array:

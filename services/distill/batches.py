@@ -109,7 +109,7 @@ class Batches:
         return _Bucket(rows, length, batch, min(wanted, batch * length))
 
     def _order(self, epoch: int) -> list[tuple[int, Integers]]:
-        """Of an epoch's steps, the bucket and the rows."""
+        """Return the bucket and the rows of an epoch's steps."""
         if epoch not in self._orders:
             chance = np.random.default_rng([self._seed, 0, epoch])
             found = []

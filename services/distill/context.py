@@ -1,4 +1,4 @@
-"""What a drafter that reads the target is given in training: as much as it will have at work.
+"""Context of a drafter that reads the target in training: as much as it will have at work.
 
 At work the target's states are known up to the last committed token. The tokens after it, a
 chain under verification and branches behind it, are the drafter's own to read. So a training
@@ -70,7 +70,7 @@ def cut(sizes: Any, shifts: Any, read_from: Any, length: int) -> Blocks:
 
 
 class Context(NamedTuple):
-    """What stands before a batch's tokens, on the device."""
+    """Hidden states before a batch's tokens, on the device."""
 
     features: mx.array
     """[rows, length, features] the target's states."""
@@ -138,7 +138,7 @@ def logits_in_context(
     inputs: tuple[mx.array, mx.array],
     passes: int,
 ) -> mx.array:
-    """What a drafter in this context predicts: see `logits_at`.
+    """Return what a drafter predicts in this context; see `logits_at`.
 
     Args:
         inputs: tokens and positions as there.

@@ -85,7 +85,7 @@ class Corpus:
         return True
 
     def _is_late(self, control: RunControl, next_s: float) -> bool:
-        """Whether the texts' time is over, or will be before so much more has passed."""
+        """Return whether the texts' time is over, or will be before so much more has passed."""
         if not self._number:
             return False
         settings = self._settings
@@ -94,7 +94,7 @@ class Corpus:
         return self._budget_share(seconds=next_s) > 1
 
     def _is_enough(self, control: RunControl, started: float) -> bool:
-        """Whether the batch in work must end for want of time."""
+        """Return whether the batch in work must end for want of time."""
         settings = self._settings
         if settings.data_tokens:
             return control.run_left_s < (1 - _LARGEST_SHARE) * 60 * settings.minutes

@@ -19,7 +19,7 @@ Kinds = npt.NDArray[np.uint8]
 
 
 class RowInfo(msgspec.Struct, frozen=True):
-    """What is known of one sequence."""
+    """Description of one sequence."""
 
     group: int
     """Rows of one group (one prompt) are never divided between training and validation."""

@@ -41,7 +41,7 @@ class Acceptance(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What is known of a drafter on some texts."""
+    """Figures of a drafter on some texts."""
 
     positions: int
     greedy_positions: int

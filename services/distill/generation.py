@@ -43,7 +43,7 @@ class ChatFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """What to generate."""
+    """Texts to generate."""
 
     given: list[Tokens]
     """Per row, the tokens it starts with; at least one."""

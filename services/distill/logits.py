@@ -47,7 +47,7 @@ def check_layout(model: Any) -> None:
 
 
 def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
-    """What an mlx-lm model predicts after some of the tokens.
+    """Return what an mlx-lm model predicts after some of the tokens.
 
     Whatever a family does around its head (soft-capping, scaling) is the model's own code.
 

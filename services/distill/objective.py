@@ -1,4 +1,4 @@
-"""What the drafter is trained on, given both distributions at a position.
+"""Training objectives, given both distributions at a position.
 
 `p` is the target's distribution over the tokens that the drafter's head knows; the mass that a
 trimmed head cannot reach is missing from its sum, so every measure of acceptance is honest.

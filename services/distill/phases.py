@@ -53,7 +53,7 @@ _EVALUATION_SHARE = 0.1
 
 
 class _Plan(NamedTuple):
-    """What the drafter will be."""
+    """Shape of the drafter to be."""
 
     layers: list[int]
     config: dict[str, Any]
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
 
     @property
     def reads(self) -> Reads:
-        """What it is given."""
+        """States of the target that it is given."""
         known = self.description
         if known is None:
             return READS_NOTHING
@@ -140,7 +140,7 @@ def _fill_texts(
 
 
 def _training_budget(settings: DistillSettings, control: RunControl, trained_s: float) -> Budget:
-    """What training may take over all calls: at least one step."""
+    """Return what training may take over all calls: at least one step."""
     reserved_s = _EVALUATION_SHARE * 60 * settings.minutes
     return Budget(settings.steps, max(1e-9, trained_s + control.run_left_s - reserved_s))
 
@@ -321,7 +321,7 @@ def _judge(
 
 
 class _Facts(NamedTuple):
-    """What a report contains about the texts and the head."""
+    """Facts of a report about the texts and the head."""
 
     learned: Texts
     held: Texts

@@ -41,12 +41,12 @@ class RunControl:
 
     @property
     def run_left_s(self) -> float:
-        """Of the run's time, infinite if it has no limit; negative once that is over."""
+        """Seconds left of the run, infinite if it has no limit; negative once that is over."""
         return self._run_ends - time.monotonic()
 
     @property
     def stopping(self) -> bool:
-        """Whether to save what there is and end."""
+        """True if to save what there is and end."""
         return self._asked or time.monotonic() > self._ends
 
     def say(self, event: DistillEvent) -> None:

@@ -1,4 +1,4 @@
-"""What the pair costs on this machine, and the speed-up to expect from it.
+"""Cost of the pair on this machine, and the speed-up to expect from it.
 
 Measured with the services' own code, one process, target and drafter in turn. A stack runs
 them side by side: where they share cores or a GPU, both are slower than this.

@@ -89,7 +89,7 @@ def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[
 
 
 class Reads(NamedTuple):
-    """What a drafter is given of the target, and how."""
+    """States of the target that a drafter is given, and how."""
 
     features: int
     """Numbers a token."""

@@ -236,7 +236,7 @@ class Trainer:
         return _mean(acceptance_bound(p, q), importance)
 
     def _validation_blocks(self, rows: int, length: int) -> Blocks:
-        """The same every time."""
+        """Return the same blocks every time."""
         return random_blocks(rows, length, np.random.default_rng([self._settings.seed, 6]))
 
     def _with_log_entry(

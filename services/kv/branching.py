@@ -150,7 +150,7 @@ class BranchingState:
         self._open = settle
 
     def append(self, count: int, *, whole: bool = False) -> None:
-        """See `SequenceState`."""
+        """Begin a pass over the owed tokens and `count` new ones."""
         del whole
         self.chain(count)
 
@@ -234,7 +234,7 @@ class BranchingState:
         self._points = {at: s for at, s in self._points.items() if at >= oldest or at == 0}
 
     def commit(self, length: int) -> None:
-        """See `SequenceState`."""
+        """End the pass with `length` tokens accepted."""
         self.trim(length)
 
     @property
@@ -247,7 +247,7 @@ class BranchingState:
         raise ValueError(f"a recurrent state takes no tree of {len(tree)} tokens")
 
     def commit_rows(self, rows: Sequence[int]) -> None:
-        """As `append_tree`."""
+        """Refuse trees, as `append_tree` does."""
         raise ValueError(f"a recurrent state has no rows {list(rows)} of a tree")
 
     def suspend(self) -> Any:
@@ -255,7 +255,7 @@ class BranchingState:
         raise ValueError("a drafter's pass cannot be suspended")
 
     def resume(self, suspended: Any) -> None:
-        """As `suspend`."""
+        """Refuse, as `suspend` does."""
         raise ValueError(f"a drafter's pass cannot be resumed: {suspended!r}")
 
     def move(self, slots: Sequence[int]) -> None:
@@ -276,14 +276,14 @@ class BranchingState:
     # ------------------------------------------------------------ forks and memory
 
     def resumable(self, length: int) -> int:
-        """See `SequenceState`."""
+        """Return how many of the first `length` tokens a fork can begin with."""
         self._settle()
         inside = [min(length, one.start + one.count) for one in self._passes if one.start < length]
         points = [at for at in self._points if at <= min(length, self.length)]
         return min(self.length, max([0, *inside, *points]))
 
     def fork(self, length: int) -> "BranchingState":
-        """See `SequenceState`."""
+        """Return a state of its own with the first `length` tokens."""
         self._settle()
         new = BranchingState(self._make_caches, self._plan, bucketed=self._bucketed)
         states = self._states_at(length)
@@ -296,25 +296,25 @@ class BranchingState:
 
     @property
     def nbytes(self) -> int:
-        """See `SequenceState`."""
+        """Memory of all buffers in bytes, used or not."""
         held = [self._now(), *self._points.values()]
         arrays = {id(a): a for states in held for layer in states for a in layer if a is not None}
         return self._store.nbytes + sum(array.nbytes for array in arrays.values())
 
     @property
     def bytes_per_token(self) -> int:
-        """See `SequenceState`."""
+        """Bytes that another token adds in the long run."""
         return self._store.bytes_per_token
 
     @property
     def pass_size(self) -> PassSize:
-        """See `SequenceState`; the branches of a depth are gathered, and have new states."""
+        """Memory that a pass takes; the branches of a depth are gathered, and have new states."""
         own = [sum(array.nbytes for array in layer if array is not None) for layer in self._now()]
         found = size_pass(own, self._plan)
         return found._replace(states=2 * found.states, most_kept=_MOST_RECORDED)
 
     def evaluate(self) -> None:
-        """See `SequenceState`."""
+        """Compute everything that was stored so far."""
         self._settle()
         mx.eval(self._store.arrays, self._now())
 
@@ -323,11 +323,11 @@ class BranchingState:
         raise ValueError(f"a drafter's state of {length} tokens is not saved")
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
-        """As `dump`."""
+        """Refuse, as `dump` does."""
         raise ValueError(f"a drafter's state is not read from {len(arrays)} arrays")
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
-        """As `dump`."""
+        """Refuse, as `dump` does."""
         raise ValueError(f"{len(buffers)} layers of {length} tokens have no recurrent state")
 
 

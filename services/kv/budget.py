@@ -25,7 +25,7 @@ class KVSize(NamedTuple):
 
 
 class KVTokens(NamedTuple):
-    """What the states of all sequences may hold together."""
+    """Token budget that the states of all sequences share."""
 
     tokens: int
     """0 stands for any number."""

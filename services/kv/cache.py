@@ -116,7 +116,7 @@ class KVStore:
         return True
 
     def append_tree(self, tree: TokenTree) -> None:
-        """See `SequenceState`."""
+        """Begin a pass over the tokens of a tree."""
         start, count = self.length, len(tree)
         positions = np.concatenate([np.arange(start), start + np.array(tree.depths)])
         before = np.ones((count, start), np.bool_)
@@ -124,7 +124,7 @@ class KVStore:
         self.length = start + count
 
     def commit_rows(self, rows: Sequence[int]) -> None:
-        """See `SequenceState`."""
+        """End a pass over a tree with the accepted rows."""
         start = self.length = self.frame.start
         self.move([start + row for row in rows])
 
@@ -149,25 +149,25 @@ class KVStore:
         return self.frame.positions[self.frame.start :]
 
     def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
-        """See `SequenceState`."""
+        """Begin a pass over the owed tokens and `count` new ones."""
         self.chain(count)
 
     def commit(self, length: int) -> None:
-        """See `SequenceState`."""
+        """End the pass with `length` tokens accepted."""
         self.trim(length)
 
     def suspend(self) -> int:
-        """See `SequenceState`; the rows stay where a pass over the same tokens writes them."""
+        """Undo the pass; the rows stay where a pass over the same tokens writes them."""
         count = self.frame.count
         self.trim(self.frame.start)
         return count
 
     def resume(self, suspended: int) -> None:
-        """See `SequenceState`."""
+        """Redo a suspended pass."""
         self.chain(suspended)
 
     def resumable(self, length: int) -> int:
-        """See `SequenceState`."""
+        """Return how many of the first `length` tokens a fork can begin with."""
         return min(length, self.length)
 
     def checkpoint(self, *, ends_turn: bool = False) -> None:
@@ -213,7 +213,7 @@ class KVStore:
         self._is_shared = False
 
     def dump(self, length: int) -> dict[str, mx.array]:
-        """See `SequenceState`: "layer.keys" and "layer.values", [1, heads, length, size]."""
+        """Return "layer.keys" and "layer.values", [1, heads, length, size], of the first tokens."""
         found = {}
         for layer, cache in enumerate(self.caches):
             if cache.keys is None or cache.values is None:
@@ -223,7 +223,7 @@ class KVStore:
         return found
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
-        """See `SequenceState`."""
+        """Begin with the arrays that `dump` gave."""
         lengths = {array.shape[2] for array in arrays.values()}
         if len(arrays) != 2 * len(self.caches) or len(lengths) > 1 or self.length:
             raise ValueError(f"{len(arrays)} arrays of {lengths} tokens do not fit here")
@@ -263,7 +263,7 @@ class KVStore:
 
     @property
     def bytes_per_token(self) -> int:
-        """See `SequenceState`."""
+        """Bytes that another token adds in the long run."""
         return sum(array.nbytes // array.shape[2] for array in self.arrays)
 
     @property
@@ -319,7 +319,7 @@ class KVStore:
         return end if exact else round_to_bucket(end)
 
     def _sees_all(self, window: int | None) -> bool:
-        """Whether the frame is one token that, with this window, sees everything before it."""
+        """Return whether the frame is one token that sees everything before it with this window."""
         frame = self.frame
         windowed = window is not None and frame.start + frame.count > window
         return frame.visible is None and frame.count == 1 and not windowed
@@ -363,7 +363,7 @@ class KVStore:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Of each layer, an array that is there when the pass in work has stored its rows."""
+        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
         if self.seat is not None:
             return self.seat.milestones
         if self.written is not None:

@@ -48,7 +48,7 @@ def add_checkpoint(points: list[Checkpoint], new: Checkpoint) -> None:
 
 
 def read_checkpoint(plain: Any, arrays: Mapping[int, mx.array]) -> Checkpoint:
-    """What `layer_copy.split_arrays` was given the attributes of."""
+    """Read the attributes that `layer_copy.split_arrays` was given."""
     joined = join_arrays(plain, arrays)
     windows = [WindowSnapshot(*window) for window in joined["windows"]]
     return Checkpoint(joined["length"], windows, joined["others"], joined["ends_turn"])

@@ -1,4 +1,4 @@
-"""Whether arrays that were read from a file are such as a model's states are dumped in.
+"""Check that arrays read from a file have the shapes in which a model's states are dumped.
 
 What a state of another shape would lead to is found out too late: a pass that fails, or one
 that broadcasts. So the model is asked for the shapes of two short states, and what is read must
@@ -74,7 +74,7 @@ def _join(value: Any, dump: Dump) -> Any:
 
 
 def _compare(what: str, found: Any, one: Any, other: Any, *, rows: bool) -> None:
-    """The same as the samples are, but for the number of tokens; `rows`: see `_ROWS`."""
+    """Compare with the samples in all but the number of tokens; `rows`: see `_ROWS`."""
     if one is None or other is None:
         return  # what comes later, or now and then
     if type(found) is not type(one):

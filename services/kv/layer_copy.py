@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def copy_cache(cache: Any) -> Copy:
-    """What the cache holds now.
+    """Copy the present contents of the cache.
 
     Raises:
         ModelError: it holds something that cannot be copied.
@@ -67,7 +67,7 @@ def _copy(value: Any, cache: Any) -> Any:
 
 
 def split_arrays(value: Any, arrays: list[mx.array]) -> Any:
-    """The same as JSON can hold it; arrays become their numbers in `arrays`, and are added."""
+    """Replace arrays by their numbers in `arrays`, which gets them, so that JSON can hold it."""
     if isinstance(value, mx.array):
         arrays.append(value)
         return {_ARRAY: len(arrays) - 1}
@@ -79,7 +79,7 @@ def split_arrays(value: Any, arrays: list[mx.array]) -> Any:
 
 
 def join_arrays(value: Any, arrays: Mapping[int, mx.array]) -> Any:
-    """What `split_arrays` was given; tuples come back as lists."""
+    """Undo `split_arrays`; tuples come back as lists."""
     if isinstance(value, list):
         return [join_arrays(item, arrays) for item in value]
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def join_arrays(value: Any, arrays: Mapping[int, mx.array]) -> Any:
 
 
 def is_trimmable(cache: Any) -> bool:
-    """Whether the last rows can be cut off: those of the present chunk, for `ChunkedKVCache`."""
+    """Return whether the last rows (of the present chunk, for `ChunkedKVCache`) can be cut off."""
     return type(cache) in (KVCache, ChunkedKVCache)
 
 

@@ -66,7 +66,7 @@ def flatten_caches(caches: Sequence[Any]) -> list[Any]:
 
 
 class LayeredState:
-    """See `SequenceState`.
+    """State of a sequence whose layers keep more than keys and values.
 
     Args:
         make_caches: gives fresh ones of mlx-lm's own, for all layers.
@@ -119,18 +119,21 @@ class LayeredState:
 
     @property
     def length(self) -> int:
-        """See `SequenceState`."""
+        """Number of tokens, those of the pass in work included."""
         return self._slots.length + self.owed
 
     @property
     def most_owed(self) -> int:
-        """See `SequenceState`. On CUDA every new length of a pass is compiled; so they are fed
-        alone, in lengths that chains have anyway."""
+        """Number of owed tokens that may be fed with others.
+
+        On CUDA every new length of a pass is compiled, so they are fed alone, in lengths that
+        chains have anyway.
+        """
         return 0 if self._bucketed else _MOST_OWED
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Of windows and recurrent states, only the last moment is held."""
+        """True: windows and recurrent states hold the last moment only."""
         return bool(self._windows or self._others)
 
     @property
@@ -144,7 +147,7 @@ class LayeredState:
         return self._others
 
     def append(self, count: int, *, whole: bool = False) -> None:
-        """See `SequenceState`."""
+        """Begin a pass over the owed tokens and `count` new ones."""
         others = [copy_position(cache) for cache in self._others]
         self._mark = _Mark(self._slots.length, self.owed, others)
         self._slots.chain(self.owed + count)
@@ -159,7 +162,7 @@ class LayeredState:
         return not self._others
 
     def append_tree(self, tree: TokenTree) -> None:
-        """See `SequenceState`."""
+        """Begin a pass over the tokens of a tree."""
         if self._others:
             raise ValueError("layers of other kinds than slots and windows take no trees")
         self._mark = _Mark(self._slots.length, 0, [])
@@ -168,7 +171,7 @@ class LayeredState:
             window.begin_tree(self._slots.frame)
 
     def commit_rows(self, rows: Sequence[int]) -> None:
-        """See `SequenceState`."""
+        """End a pass over a tree with the accepted rows."""
         self._slots.commit_rows(rows)
         self._mark = None
         for window in self._windows:
@@ -176,7 +179,7 @@ class LayeredState:
             window.compact()
 
     def commit(self, length: int) -> None:
-        """See `SequenceState`."""
+        """End the pass with `length` tokens accepted."""
         mark, count = self._mark, self._slots.frame.count
         if self.recording is not None:
             self.recording.stop()
@@ -200,7 +203,7 @@ class LayeredState:
             self.owed = keep
 
     def _go_back_exactly(self, keep: int, count: int) -> bool:
-        """Whether every cache of mlx-lm's own could be brought to the first `keep` rows."""
+        """Return whether every cache of mlx-lm's own could be brought to the first `keep` rows."""
         states = [cache for cache in self._others if not is_trimmable(cache)]
         if states:
             if self.replay is None or self.recording is None:
@@ -219,7 +222,7 @@ class LayeredState:
                 restore_cache(cache, before)
 
     def suspend(self) -> _Suspended:
-        """See `SequenceState`."""
+        """Undo the pass in work, so that `resume` can redo it."""
         mark, count = self._mark, self._slots.frame.count
         if mark is None or mark.owed:
             raise ValueError("there is no pass to suspend")
@@ -234,7 +237,7 @@ class LayeredState:
         return after
 
     def resume(self, suspended: _Suspended) -> None:
-        """See `SequenceState`."""
+        """Redo a suspended pass."""
         self.append(suspended.count)
         for cache, after in zip(self._others, suspended.others, strict=True):
             restore_cache(cache, after)
@@ -244,7 +247,7 @@ class LayeredState:
     # ------------------------------------------------------------ forks
 
     def checkpoint(self, *, ends_turn: bool = False) -> None:
-        """See `SequenceState`."""
+        """Remember this point, so that forks can begin here."""
         if self._mark is not None or self.owed:
             raise ValueError("a checkpoint stands between two passes")
         if not self._checkpoints or self._checkpoints[-1].length != self.length:
@@ -260,7 +263,7 @@ class LayeredState:
         return self._slots.length if self._mark is None else self._mark.length
 
     def resumable(self, length: int) -> int:
-        """See `SequenceState`."""
+        """Return how many of the first `length` tokens a fork can begin with."""
         points = [point.length for point in self._checkpoints if point.length <= length]
         held = min(length, self._begin())
         if self._can_fork(held):
@@ -268,13 +271,13 @@ class LayeredState:
         return max(points, default=0)
 
     def _can_fork(self, length: int) -> bool:
-        """Whether the present state can be brought to this length."""
+        """Return whether the present state can be brought to this length."""
         if length == self._begin():
             return self._mark is None or all(map(_is_copied, self._mark.others))
         return not self._others and all(window.can_cut(length) for window in self._windows)
 
     def fork(self, length: int) -> "LayeredState":
-        """See `SequenceState`."""
+        """Return a state of its own with the first `length` tokens."""
         new = self._empty()
         points = [point for point in self._checkpoints if point.length <= length]
         at = next((point for point in points if point.length == length), None)
@@ -308,7 +311,7 @@ class LayeredState:
 
     @property
     def nbytes(self) -> int:
-        """See `SequenceState`; what checkpoints share with the present state counts once."""
+        """Memory in bytes; what checkpoints share with the present state counts once."""
         windows = sum(array.nbytes for window in self._windows for array in window.state)
         points = sum(point.nbytes for point in self._checkpoints)
         others = sum(count_bytes(copy_cache(cache)) for cache in self._others)
@@ -316,18 +319,18 @@ class LayeredState:
 
     @property
     def bytes_per_token(self) -> int:
-        """See `SequenceState`: windows and recurrent states do not grow."""
+        """Bytes of another token; windows and recurrent states do not grow."""
         return self._slots.bytes_per_token
 
     @property
     def pass_size(self) -> PassSize:
-        """See `SequenceState`."""
+        """Memory that a pass takes."""
         own = [count_bytes(copy_cache(c)) for c in self._others if not is_trimmable(c)]
         return size_pass(own, self.replay, sum(w.growth for w in self._windows))
 
     @property
     def milestones(self) -> list[mx.array]:
-        """See `KVStore`: an array of each layer as the last pass leaves it."""
+        """Return an array of each layer as the last pass leaves it."""
         found: list[mx.array] = []
         for cache in flatten_caches(self.caches):
             leaves: Any = tree_flatten(vars(cache))
@@ -335,12 +338,12 @@ class LayeredState:
         return found
 
     def evaluate(self) -> None:
-        """See `SequenceState`."""
+        """Compute everything that was stored so far."""
         copies = [copy_cache(cache) for cache in self._others]
         mx.eval(self._slots.arrays, [window.state for window in self._windows], copies)
 
     def dump(self, length: int) -> dict[str, mx.array]:
-        """See `SequenceState`: the slots' arrays, and "points" in JSON with arrays of its own."""
+        """Return the slots' arrays, and "points" in JSON with arrays of its own."""
         points = [point for point in self._checkpoints if point.length < length]
         points += self.fork(length)._points_at(length)
         arrays: list[mx.array] = []
@@ -355,7 +358,7 @@ class LayeredState:
         return [self._capture()] if self._slots.length == length else []
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
-        """See `SequenceState`."""
+        """Begin with the arrays that `dump` gave."""
         content: Any = np.array(arrays["points"])
         numbered = {
             int(name.removeprefix("points.")): array
@@ -378,7 +381,7 @@ class LayeredState:
         self._checkpoints = points[:-1]
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
-        """See `SequenceState`."""
+        """Begin with given keys and values of `length` tokens."""
         layers = flatten_caches(self.caches)
         if self._others or len(buffers) != len(layers) or self.length:
             raise ValueError(f"{len(buffers)} layers for {len(layers)} with {self.length}")

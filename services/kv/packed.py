@@ -1,4 +1,4 @@
-"""What the sequences of a shared pass hand to attention, each part for itself."""
+"""Arrays that the sequences of a shared pass hand to attention, one by one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PackedKV:
-    """What belongs to each sequence of a row, in its order: keys, values or masks."""
+    """Keys, values or masks of each sequence of a row, in its order."""
 
     values: list[Any]
     borders: list[int]

@@ -75,7 +75,7 @@ class PrefixCache:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything can be kept."""
+        """True if anything can be kept."""
         return bool(self._most and self._most_bytes)
 
     @property

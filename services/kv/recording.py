@@ -1,4 +1,4 @@
-"""What recurrent layers are given in a pass, kept so that the pass can be gone back into.
+"""Inputs of recurrent layers in a pass, recorded so that the pass can be gone back into.
 
 One pass at a time is recorded: MLX has one thread in a process. Whoever begins a pass says
 whether it is to be recorded (`record_pass`), so that nothing is kept of one that needs none.
@@ -23,7 +23,7 @@ class Recurrence:
 
 @dataclass
 class Recording:
-    """What the layers of one sequence were given in one pass."""
+    """Inputs of the layers of one sequence in one pass."""
 
     convolved: dict[int, mx.array] = field(default_factory=dict)
     """By convolution (its id): its input, [1, window + rows, channels]."""

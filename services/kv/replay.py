@@ -111,7 +111,7 @@ def _replay_later(
 
 
 def _keeps_steps() -> bool:
-    """Whether a recording of the pass in work keeps the states between rows."""
+    """Return whether a recording of the pass in work keeps the states between rows."""
     shared = SharedPass.current
     if shared is not None:
         return shared.keeps_steps
@@ -193,7 +193,7 @@ def install_hooks(model: nn.Module) -> list[nn.Module]:
 
 
 def has_known_recurrence(model: nn.Module, caches: Sequence[Any]) -> bool:
-    """Whether the recurrent layers of a model, with these caches, are of a kind to be replayed."""
+    """Return whether the recurrent layers of a model with these caches can be replayed."""
     modules = [module for _, module in model.named_modules()]
     names = {name for module in modules for name in vars(sys.modules[type(module).__module__])}
     if names & {original.__name__ for original in _HOOKS}:
@@ -207,7 +207,7 @@ class ReplayPlan:
     """How each array of a model's recurrent caches is found again after a part of a pass."""
 
     def __init__(self, sources: list[list[int | None]], most_kept: int) -> None:
-        """As its attributes."""
+        """Set the attributes."""
         self.sources = sources
         """Per cache and array the id of a convolution, or None for a recurrence."""
         self.most_kept = most_kept
@@ -256,7 +256,7 @@ def plan_replay(
 
 
 def size_pass(states: Sequence[int], plan: ReplayPlan | None, windows: int = 0) -> PassSize:
-    """What a pass takes, by the bytes of each recurrent layer's state."""
+    """Estimate a pass's memory by the bytes of each recurrent layer's state."""
     if not any(states):
         return PassSize(windows=windows)
     if plan is None:

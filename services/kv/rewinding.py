@@ -61,7 +61,7 @@ class StateFactory:
 
     @property
     def rewinds(self) -> bool:
-        """Whether drafts can be verified."""
+        """True if drafts can be verified."""
         return self.way != "none"
 
     @property
@@ -151,7 +151,7 @@ def find_branching(model: Any, *, bucketed: bool) -> Callable[[], BranchingState
 
 
 def predict_rewinding(model: Any) -> str:
-    """What `find_rewinding` is likely to find, in words, without running the model."""
+    """Predict in words, without running the model, which way `find_rewinding` will choose."""
     caches = make_prompt_cache(model)
     flat = flatten_caches(caches)
     way = _way_of(flat, own=True)
@@ -225,7 +225,7 @@ class _Trial:
         return mx.stack(rows[-len(_NEXT) :]).astype(mx.float32)
 
     def proves(self, make: Callable[[], SequenceState], way: str) -> bool:
-        """Whether the logits after a rejection are mlx-lm's; otherwise `reason` says why not."""
+        """Test whether the logits after a rejection are mlx-lm's; else `reason` says why not."""
         try:
             found = self._reject(make())
         # Whatever a model of another make stumbles over.

@@ -81,7 +81,7 @@ class SlotCache:
 
     @property
     def values(self) -> mx.array | None:
-        """As `keys`."""
+        """Values of all slots, as `keys`."""
         self._store.hand_out()
         return self._values
 
@@ -109,7 +109,7 @@ class SlotCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """What mlx-lm passes to RoPE: a position, or an array of them."""
+        """Position, or array of positions, that mlx-lm passes to RoPE."""
         return self._store.frame.offset
 
     def make_mask(
@@ -137,7 +137,7 @@ class SlotCache:
 
     @property
     def known(self) -> list[KnownRows] | None:
-        """What each sequence has before the pass; None if `store` is not all that it does."""
+        """Rows of each sequence before the pass; None if `store` is not all that it does."""
         if type(self) is not SlotCache:
             return None
         frame = self._store.frame
@@ -202,7 +202,7 @@ class TableSeat(Protocol):
 
     @property
     def milestones(self) -> list[mx.array]:
-        """See `KVStore.milestones`."""
+        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
         ...
 
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
@@ -210,7 +210,7 @@ class TableSeat(Protocol):
         ...
 
     def move(self, slots: mx.array, to: int) -> None:
-        """See `SlotCache.move`."""
+        """Copy the rows in `slots` to the consecutive slots from `to` on."""
         ...
 
     def evaluate(self) -> None:

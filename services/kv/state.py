@@ -1,4 +1,4 @@
-"""What the layers of one sequence remember, as the services see it.
+"""Memory of the layers of one sequence, as the services see it.
 
 A pass begins with `append` and ends with `commit`, which says how many tokens stand. Layers
 differ in how they go back: slots of keys and values are cut, a recurrent state has to be
@@ -16,7 +16,7 @@ from protocol.decoding.token_tree import TokenTree
 
 
 class PassSize(NamedTuple):
-    """What a pass takes of memory, beside products and the slots of its tokens."""
+    """Memory that a pass takes besides products and the slots of its tokens."""
 
     states: int = 0
     """Bytes of the recurrent states, which it leaves anew."""
@@ -54,7 +54,7 @@ class SequenceState(Protocol):
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether forks can begin at a few points only."""
+        """True if forks can begin at a few points only."""
         ...
 
     @property
@@ -69,12 +69,12 @@ class SequenceState(Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """What another token adds to it in the long run; known after the first pass."""
+        """Bytes that another token adds in the long run; known after the first pass."""
         ...
 
     @property
     def pass_size(self) -> PassSize:
-        """What its passes take; known after the first one."""
+        """Memory that its passes take; known after the first one."""
         ...
 
     def append(self, count: int, *, whole: bool = False) -> None:
@@ -86,7 +86,7 @@ class SequenceState(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a pass may be over a tree of tokens."""
+        """True if a pass may be over a tree of tokens."""
         ...
 
     def append_tree(self, tree: TokenTree) -> None:

@@ -59,7 +59,7 @@ class WindowCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """What mlx-lm passes to RoPE: a position, or an array of them."""
+        """Position, or array of positions, that mlx-lm passes to RoPE."""
         return self.length if self._tree is None else self._tree.offset
 
     def begin_tree(self, frame: Frame) -> None:
@@ -113,7 +113,7 @@ class WindowCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What `update_and_fetch` returned; for layers that read another's."""
+        """Result of the last `update_and_fetch`, for layers that read another's."""
         begin, end, apart = self._fetched
         if self.keys is None or self.values is None:
             raise ValueError("an empty cache has no rows")
@@ -122,7 +122,7 @@ class WindowCache:
         return self._with_kept(self.keys, begin, end), self._with_kept(self.values, begin, end)
 
     def can_cut(self, length: int) -> bool:
-        """Whether the first `length` tokens can go on from here."""
+        """Return whether the first `length` tokens can go on from here."""
         first = max(self.keep, length - (self.window - self.keep) + 1)
         return length == self.length or (length <= self.length and self._start <= first)
 
@@ -181,7 +181,7 @@ class WindowCache:
         return position if position < self.keep else self.keep + position - self._start
 
     def _positions(self, count: int) -> npt.NDArray[np.int64]:
-        """Of the rows that a pass over `count` tokens gets."""
+        """Return the positions of the rows that a pass over `count` tokens gets."""
         end = self.length + count
         return np.concatenate([np.arange(min(self.keep, end)), np.arange(self._first(), end)])
 

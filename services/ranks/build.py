@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before they compute together; works without MLX."""
+"""Check what must be the same on all ranks before they compute together; works without MLX."""
 
 import hashlib
 from importlib.metadata import version
@@ -27,7 +27,7 @@ def build_of(model: str) -> Build:
 
 
 def weights_digest(folder: Path) -> str:
-    """Of the configuration, and of each weights file its size and 64 samples of 64 KiB.
+    """Hash the configuration, and of each weights file its size and 64 samples of 64 KiB.
 
     Reading all of a large model would take minutes; files of up to 4 MiB are read completely.
     """
@@ -47,7 +47,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def difference(own: Build, other: Build) -> str:
-    """What differs, as a phrase that names both values; empty if nothing does."""
+    """Return what differs, as a phrase that names both values; empty if nothing does."""
     for name, what in (
         ("ssd", "version of ssd"),
         ("mlx", "version of MLX"),

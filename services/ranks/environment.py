@@ -18,7 +18,7 @@ from protocol.settings import RankGroupSettings, RankHost
 
 
 class Variables(NamedTuple):
-    """What one rank's process needs in its environment."""
+    """Environment variables of one rank's process."""
 
     plain: dict[str, str]
     files: dict[str, str]
@@ -52,7 +52,7 @@ class Ports(Closeable):
 
 
 def hold_ports(settings: RankGroupSettings) -> Ports:
-    """What the ranks need if all of them are on this machine; to be held until they have met."""
+    """Reserve the ports of ranks on this machine; to be held until they have met."""
     if not _on_loopback(settings):
         return Ports(0)
     return Ports(len(settings.hosts) if settings.backend == "ring" else 1)

@@ -160,7 +160,7 @@ class RankGroup(Closeable):
 
     @property
     def status(self) -> list[RankStatus]:
-        """What is known of each rank."""
+        """Return the status of each rank."""
         pids = [os.getpid(), *(follower.remote_pid for follower in self._followers)]
         rows = zip(self._settings.hosts, pids, self._facts, strict=True)
         return [
@@ -180,7 +180,7 @@ class RankGroup(Closeable):
         ]
 
     def announce(self, message: Pass | Prove) -> None:
-        """See `mirror.Announcer`."""
+        """Tell the followers which pass comes next."""
         for follower in self._followers:
             try:
                 follower.send(message)
@@ -188,7 +188,7 @@ class RankGroup(Closeable):
                 raise BackendLost(self.explain(error)) from error
 
     def explain(self, error: Exception) -> str:
-        """See `mirror.Announcer`; the watch, which knows which rank it was, may end us here."""
+        """Explain why the group ended; the watch, which knows the lost rank, may end us here."""
         if self._watch is not None:
             self._watch.wait_for_verdict(_EXPLAIN_S)
         return f"a forward pass failed on all ranks: {error}"

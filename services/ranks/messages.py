@@ -1,4 +1,4 @@
-"""What rank 0 and its followers say to each other, over the followers' standard input and output.
+"""Messages between rank 0 and its followers, over the followers' standard input and output.
 
 Arrays never travel here: MLX's collectives carry them. Rank 0 says which forward pass comes
 next, and on which sequences; that is all a follower needs to keep the same KV.
@@ -46,7 +46,7 @@ class Joined(Message, frozen=True, tag="joined", kw_only=True):
 
 
 class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What makes two processes compute the same."""
+    """Versions and files that make two processes compute the same."""
 
     ssd: str
     mlx: str
@@ -66,7 +66,7 @@ class Loaded(Message, frozen=True, tag="loaded", kw_only=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank knows of itself once it has loaded."""
+    """Facts that one rank reports once it has loaded."""
 
     compute_unit: str
     shares_passes: bool

@@ -31,7 +31,7 @@ class Announcer(Protocol):
 
 
 class StoreLog:
-    """What happened to rank 0's stores since the followers last heard of them."""
+    """Changes of rank 0's stores that the followers have not been sent yet."""
 
     def __init__(self) -> None:
         self._numbers = 0

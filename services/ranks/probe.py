@@ -19,7 +19,7 @@ from services.ranks.split import Strength
 
 
 def probe(settings: RankProbeSettings) -> RankProbeResult:
-    """What the ranks of this group are and how fast their links are; errors as for `RankGroup`."""
+    """Measure the ranks of this group and their links; errors as for `RankGroup`."""
     # The same on all ranks of this machine.
     threads = max(1, (os.cpu_count() or 1) // settings.ranks.ranks_beside(0))
     load_blas(threads)

@@ -29,7 +29,7 @@ _KILL_S = 5.0
 
 
 def command_for(host: RankHost, python: str) -> Sequence[str]:
-    """What starts a follower on this host."""
+    """Return the command that starts a follower on this host."""
     if host.is_local:
         return [sys.executable, *_MODULE]
     return [*_SSH, host.name, shlex.join([python or sys.executable, *_MODULE])]
@@ -70,7 +70,7 @@ class RankProcess:
             self._way.send(message)
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting; raises StreamEnded if none will come."""
+        """Return whether a message is waiting; raises StreamEnded if none will come."""
         return self._way.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> FromFollower:

@@ -40,7 +40,7 @@ class RankModel(NamedTuple):
 
     @property
     def windows(self) -> list[int | None]:
-        """Of the layers of this part."""
+        """Windows of the layers of this part."""
         return [cache.window for cache in self.target.states.make().caches]
 
 
@@ -133,7 +133,7 @@ def _try_out(module: Any, states: StateFactory) -> tuple[float, float]:
 
 
 def _free_bytes(beside: int) -> int:
-    """Of this rank's memory; ranks of one machine share it, unless each has a GPU of its own."""
+    """Return the free memory of this rank; ranks of a machine without a GPU each share it."""
     return free_for_mlx().bytes // (1 if compute_unit() == "cuda" else beside)
 
 
@@ -154,7 +154,7 @@ def wait_for_all(group: mx.distributed.Group) -> None:
 
 
 def is_pipelined(module: Any) -> bool:
-    """Whether this is one stage of several."""
+    """Return whether this is one stage of several."""
     return int(getattr(getattr(module, "model", None), "pipeline_size", 1)) > 1
 
 
@@ -192,7 +192,7 @@ def _layer_sizes(module: Any) -> LayerSizes:
 
 
 def _gather_strengths(group: mx.distributed.Group, beside: int) -> list[Strength]:
-    """Of all ranks, the same list on each."""
+    """Gather the strengths of all ranks, the same list on each."""
     wait_for_all(group)
     speed = measure_reading()
     own = mx.array([[float(_free_bytes(beside)), speed]])
@@ -243,7 +243,7 @@ def _head_counts(module: nn.Module) -> Iterator[int]:
 
 
 def bare_facts(group: mx.distributed.Group, beside: int) -> RankFacts:
-    """What a rank without a model knows of itself and its link.
+    """Return the facts of a rank without a model, and of its link.
 
     All ranks must call this at the same time; `beside` as for `load_part`.
     """

@@ -12,7 +12,7 @@ _ALIKE = 1.25
 
 
 class Strength(NamedTuple):
-    """What one rank has to offer."""
+    """Memory and speed of one rank."""
 
     free_bytes: int
     read_bytes_s: float

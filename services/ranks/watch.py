@@ -52,7 +52,7 @@ class FollowerWatch(Closeable):
         self._thread.start()
 
     def await_loaded(self, timeout_s: float) -> list[RankFacts]:
-        """What the followers found, by rank; raises DeadlineExceeded."""
+        """Return the facts of the followers, by rank; raise DeadlineExceeded."""
         found: dict[int, RankFacts] = {}
         while len(found) < len(self._followers):
             try:

@@ -1,4 +1,4 @@
-"""Whether a drafter or a verifier has nothing to do: four bytes that both processes map.
+"""Flag of an idle drafter or verifier: four bytes that both processes map.
 
 The other one's kernels read them between two parts of a product (`mlx/cpu/threads.c`), which no
 message could be fast enough for. Either process may die and leave them as they are: a core that
@@ -31,7 +31,7 @@ class IdleFlag:
 
     @property
     def is_idle(self) -> bool:
-        """What was said last, by whichever process."""
+        """True if the last process that wrote said so."""
         return bool(self.word.value)
 
     @is_idle.setter

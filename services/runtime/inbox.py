@@ -1,4 +1,4 @@
-"""What has arrived at a service and is not worked on yet; heartbeats are dealt with here."""
+"""Messages that a service has not worked on yet; heartbeats are dealt with here."""
 
 from collections import deque
 from typing import Protocol
@@ -40,14 +40,14 @@ Work = (
 
 
 class Connection(Sender, Protocol):
-    """What a service needs of the way to the orchestrator: a `Channel`, or a `PipeChannel`."""
+    """Way to the orchestrator that a service needs: a `Channel`, or a `PipeChannel`."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting, after at most `timeout_s` seconds."""
+        """Return whether a message is waiting, after at most `timeout_s` seconds."""
         ...
 
     def await_news(self, timeout_s: float) -> bool:
-        """The same, but False at once when the other end may be a new one."""
+        """Wait as `ready` does, but return False at once when the other end may be a new one."""
         ...
 
     def receive(self, timeout_s: float, what: str) -> ToService:
@@ -100,7 +100,7 @@ class Inbox:
         self.heartbeat.beat(sequence)
 
     def take_prepared(self) -> list[VerifyAhead]:
-        """What has arrived of this kind, in the middle of a step of work; the rest stays here."""
+        """Take the messages of this kind in the middle of a step of work; the rest stays here."""
         self._read()
         found = [message for message in self.messages if isinstance(message, VerifyAhead)]
         if found:

@@ -1,4 +1,4 @@
-"""What a service has to do: one line of messages per sequence, in turns between sequences."""
+"""Work of a service: one line of messages per sequence, in turns between sequences."""
 
 import logging
 from collections import deque
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """What the loop needs of a verifier or drafter."""
+    """Methods of a verifier or drafter that the loop needs."""
 
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Do the work of one message, yielding its answers as they are ready.
@@ -36,7 +36,7 @@ class Service(Protocol):
         ...
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """Whether `news` makes the remaining answers to `current` pointless."""
+        """Return whether `news` makes the remaining answers to `current` pointless."""
         ...
 
     def linger_s(self, message: Work) -> float:

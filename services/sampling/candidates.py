@@ -175,7 +175,7 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
 def name_candidates(
     top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
 ) -> list[list[DraftedToken]]:
-    """As `draft_tokens`, with as many siblings behind each as are wanted: the next best guesses.
+    """Name tokens as `draft_tokens` does, with the next best guesses as siblings of each.
 
     What is drawn has none, so none may be wanted under the rejection rule.
     """

@@ -48,7 +48,7 @@ _NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernel
 
 
 class _Candidates(NamedTuple):
-    """What may be chosen: [rows, n] ids and logits, and which of them the filters keep."""
+    """Tokens that may be chosen: [rows, n] ids and logits, and which of them the filters keep."""
 
     ids: mx.array
     logits: mx.array
@@ -228,7 +228,7 @@ def _kind_of(sampling: Sampling) -> int:
 def _guess_by_mlx(
     rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
-    """See `guess`."""
+    """Guess with MLX's operations; see `guess`."""
     scores = rows.astype(mx.float32)
     totals = mx.logsumexp(scores, axis=-1, keepdims=True)
     kind = _kind_of(sampling)

@@ -100,7 +100,9 @@ def attend(queries: Var, keys: Var, values: Var, mask: Var) -> Var:
 
 
 def best_tokens(logits: Var, width: int, first: int) -> tuple[Var, Var, Var, Var]:
-    """Of [1, rows, 1, tokens]: best values, their columns, the peak, and the sum of exp(x - peak).
+    """Return best values, their columns, the peak and the sum of exp(x - peak).
+
+    Logits are [1, rows, 1, tokens].
 
     `first` is the column of the head at which these rows start. There is no logarithm: the
     host takes it, in float32.

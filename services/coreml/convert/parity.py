@@ -1,4 +1,4 @@
-"""Whether a package agrees with its model: compared after the same texts, on real prompts.
+"""Compare a package with its model after the same texts, on real prompts.
 
 The texts are greedy answers: the target's, if there is one, else the model's own. The package
 is *teacher-forced* along them, since in float16 one rounding tie would part two free runs.
@@ -156,7 +156,7 @@ def _divergence(reference: ParityDistributions, tops: list[Top]) -> float:
 
 
 def acceptance(target: ParityDistributions, vocabulary: int, tops: list[Top]) -> DraftAcceptance:
-    """What the target would accept of drafts from these candidates."""
+    """Compute how much the target would accept of drafts from these candidates."""
     p = target.probabilities(vocabulary)
     chosen = target.ids[target.rows.argmax(axis=1)]
     greedy = np.array([top.ids[0, 0] for top in tops]) == chosen

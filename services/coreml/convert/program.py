@@ -41,7 +41,7 @@ def _ints(values: list[int]) -> Any:
 
 
 class PackageOptions(NamedTuple):
-    """What all functions of a package share."""
+    """Options that all functions of a package share."""
 
     part: Part
     slots: int

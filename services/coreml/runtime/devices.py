@@ -1,4 +1,4 @@
-"""What CoreML can compute on. macOS only."""
+"""Devices that CoreML can compute on. macOS only."""
 
 from typing import Any
 

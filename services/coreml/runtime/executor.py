@@ -1,4 +1,4 @@
-"""What runs a converted model: CoreML on macOS, the reference runtime elsewhere."""
+"""Executors of a converted model: CoreML on macOS, the reference runtime elsewhere."""
 
 import sys
 from pathlib import Path
@@ -45,13 +45,13 @@ class ReferenceExecutor:
         self._stateful = next((f.name for f in manifest.functions if f.stateful), "")
 
     def new_state(self, part: int) -> State:
-        """See `PackageExecutor`."""
+        """Return an empty state for a function."""
         return self._programs[part].new_state(self._stateful)
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: State | None
     ) -> dict[str, Array]:
-        """See `PackageExecutor`."""
+        """Run a function of the package."""
         return self._programs[part].run(function, inputs, {} if state is None else state)
 
 

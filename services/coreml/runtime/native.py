@@ -45,7 +45,7 @@ _DEVICES = {
 
 
 class NativeExecutor:
-    """See `executor.Executor`."""
+    """Run a package through CoreML."""
 
     def __init__(self, folder: Path, manifest: Manifest, units: ComputeUnits) -> None:
         """Compile if that has not been done, and load every function.
@@ -82,14 +82,14 @@ class NativeExecutor:
         return model
 
     def new_state(self, part: int) -> Any:
-        """See `PackageExecutor`; functions of equal states share one."""
+        """Return an empty state; functions of equal states share one."""
         with within(_CALL_S):
             return self._models[part]["decode"].make_state()
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: Any | None
     ) -> dict[str, Array]:
-        """See `PackageExecutor`."""
+        """Run a function of the package."""
         model = self._models[part][function]
         with within(_CALL_S):
             found = model.predict(inputs) if state is None else model.predict(inputs, state)

@@ -1,4 +1,4 @@
-"""What each MIL operation does, in numpy. Those that our packages have, and no other.
+"""MIL operations in numpy: those that our packages have, and no other.
 
 Semantics: the iOS 18 opset of coremltools. An operation is a function of its inputs by name,
 `OpInputs`, where an optional input that was not given is None.

@@ -43,6 +43,6 @@ def placement_of(operations: Iterable[tuple[str, str]]) -> Placement:
 
 
 def joint_unit(placements: Iterable[Placement]) -> str:
-    """What a model may be called whose functions are placed like this."""
+    """Name the compute unit of a model whose functions are placed like this."""
     units = {placement.unit for placement in placements}
     return units.pop() if len(units) == 1 else "mixed"

@@ -14,7 +14,7 @@ class DrafterPeer(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the program in errors."""
         ...
 
     def last_words(self, reason: str) -> str:
@@ -26,7 +26,7 @@ class DrafterPeer(Protocol):
         ...
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting, after at most `timeout_s` seconds.
+        """Return whether a message is waiting, after at most `timeout_s` seconds.
 
         Raises:
             StreamEnded: there is no connection any more.

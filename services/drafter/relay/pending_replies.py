@@ -1,4 +1,4 @@
-"""What a drafting program owes us: pure, the clock is the caller's.
+"""Replies that a drafting program owes; pure, the clock is the caller's.
 
 An opened sequence is owed `Prefilled`, a `DraftNow` a `DraftTree`; anything else may stay
 unanswered. A sign of life pays too: the program is late then, but does not hang. What was
@@ -101,7 +101,7 @@ class PendingReplies:
                 pass  # of no sequence
 
     def filter_reply(self, message: FromDrafter, now: float) -> FromDrafter | None:
-        """What to pass on of a message from the program; None if nobody wants it.
+        """Return the part of a message from the program to pass on; None if there is none.
 
         Raises:
             ProtocolError: it must not say this now.
@@ -159,7 +159,7 @@ class PendingReplies:
         return message
 
     def overdue(self, now: float) -> str | None:
-        """What it has failed to answer in time, with the name of the limit."""
+        """Name the limit that it has exceeded, if there is one."""
         opening = [s.opened for s in self._open.values() if s.opening]
         # A program with one hand cannot draft while it prefills.
         since = opening or [s.owed for s in self._open.values() if s.owed is not None]

@@ -74,7 +74,7 @@ class DrafterProcess(Closeable):
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended; it is not reaped, so that its group keeps its number."""
+        """True if it has not ended; it is not reaped, so that its group keeps its number."""
         return not self._closed and self._seen.status() != psutil.STATUS_ZOMBIE
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class _Relay:
                     _log.info("dropped %d messages of rounds that were over", self._pending.stale)
 
     def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
-        """Whether the orchestrator welcomed us; False if it said stop, which the drafter learns."""
+        """Return whether the orchestrator welcomed us; pass on to the drafter if it said stop."""
         try:
             welcome = shake_hands(channel, identity)
         except ModelError as error:

@@ -12,7 +12,7 @@ _MOST_STATES = MAX_MESSAGE_BYTES // 2
 
 
 class StdioPeer:
-    """See `peer.DrafterPeer`."""
+    """Drafting program on standard input and output."""
 
     backend = "stdio"
 
@@ -26,7 +26,7 @@ class StdioPeer:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the program in errors."""
         return f"the draft command {self._program.name!r}"
 
     def last_words(self, reason: str) -> str:
@@ -40,7 +40,7 @@ class StdioPeer:
         poller.write(self._program.writing, wanted=bool(self._unsent))
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting."""
+        """Return whether a message is waiting."""
         return self._stream.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> FromDrafter:

@@ -19,7 +19,7 @@ _LOOK_S = 0.2
 
 
 class TcpPeer(Closeable):
-    """See `peer.DrafterPeer`; raises UsageError if keys or address are not usable."""
+    """Draft server over CURVE; raises UsageError if keys or address are not usable."""
 
     backend = "remote"
 
@@ -33,7 +33,7 @@ class TcpPeer(Closeable):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the server in errors."""
         return f"the draft server {self._address}"
 
     def last_words(self, reason: str) -> str:
@@ -45,7 +45,7 @@ class TcpPeer(Closeable):
         poller.add(self._channel)
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message is waiting; what has arrived before the end is still read."""
+        """Return whether a message is waiting; what has arrived before the end is still read."""
         deadline = Deadline(timeout_s)
         while not self._channel.ready(min(_LOOK_S, deadline.remaining)):
             self._channel.check()

@@ -72,7 +72,7 @@ class HostListener(Closeable):
             raise StreamEnded("the host has gone")
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether a message of the host's is waiting, after at most `timeout_s` seconds.
+        """Return whether a message of the host's is waiting, after at most `timeout_s` seconds.
 
         Raises:
             StreamEnded: the host has been silent for too long.
@@ -90,7 +90,7 @@ class HostListener(Closeable):
         return self._next is not None
 
     def await_news(self, timeout_s: float) -> bool:
-        """The same: another host is another `await_host`."""
+        """Wait for a message, as `ready` does; for another host see `await_host`."""
         return self.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> ToService:

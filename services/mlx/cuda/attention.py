@@ -68,7 +68,7 @@ def attend(
 
 
 def attends_any_length(size: int, dtype: mx.Dtype) -> bool:
-    """Whether a few queries of heads of this size are ours in buffers of all traced sizes."""
+    """Return whether our kernel serves heads of this size in buffers of all traced sizes."""
     long = _MOST_SLOTS.get(size, 0) >= MOST_SLOTS and dtype in _TYPES
     return long and _works(dtype, size)
 
@@ -152,7 +152,7 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
 
 
 def _is_small(queries: mx.array, slots: int) -> bool:
-    """Whether our kernel serves so many queries and slots better than MLX's."""
+    """Return whether our kernel serves so many queries and slots better than MLX's."""
     _, _, rows, size = queries.shape
     few = rows <= MOST_ROWS and slots <= _MOST_SLOTS.get(size, 0)
     return few or (slots <= _SHORT and queries.size * slots <= _MOST_READ)
@@ -181,7 +181,7 @@ def _launch(
     blocks: tuple[int, int, int],
     found: tuple[int, int, int, int],
 ) -> mx.array:
-    """What this kernel makes of its inputs, which have their names in the source.
+    """Run this kernel; its inputs have their names in the source.
 
     Args:
         source: of the kernel.
@@ -329,7 +329,7 @@ is_seen = __syncthreads_or(is_seen);
 
 @functools.cache
 def _works(dtype: mx.Dtype, size: int) -> bool:
-    """Whether the kernels compile here and give what MLX's own attention gives."""
+    """Return whether the kernels compile here and give what MLX's own attention gives."""
     try:
         # Behind 32 parts a lane takes several; with many heads the last ones are longer.
         tried = ((70, 2), (_PART + 70, 2), (33 * _PART, 2), (34 * _PART, _MANY_HEADS))

@@ -1,4 +1,4 @@
-"""Whether decoder blocks by our kernels are right, and faster than MLX's with our products."""
+"""Self-test of decoder blocks: are ours right, and faster than MLX's with our products?"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ Pairs = Sequence[tuple[Any, Any]]
 
 
 def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
-    """What was found of these blocks, for the rows that our products serve."""
+    """Compare these blocks for the rows that our products serve."""
     block, kernels = pairs[0]
     probe = KernelProbe(kernel="block", shape=f"blocks of {type(block).__module__}")
     dtype, distance = kernels.weight.dtype, 0.0
@@ -89,7 +89,7 @@ class _Trial:
         self._visible = mx.arange(BUCKET)[None] <= _BEFORE + mx.arange(rows)[:, None]
 
     def measure_distance(self) -> float:
-        """Of what our kernels add to the rows, the furthest of all blocks."""
+        """Return the largest distance of what our kernels add to the rows, over all blocks."""
         found = [self._trace(ours=ours, chained=False)() for ours in (False, True)]
         return max(
             measure_distance(by_mlx - self._x, by_us - self._x)
@@ -103,7 +103,7 @@ class _Trial:
         return [seconds / count for seconds in time_in_turn(ways)]
 
     def _trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
-        """What each block makes of the rows, or of what the last one made of them."""
+        """Trace the blocks, each over the rows or over the result of the block before."""
 
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array

@@ -63,12 +63,12 @@ class BlockKernels:
 
     @property
     def waits_for_rows(self) -> bool:
-        """Whether its attention does (`kv_rows.wait_for`)."""
+        """True if its attention does (`kv_rows.wait_for`)."""
         attend = getattr(self._family, "scaled_dot_product_attention", None)
         return getattr(attend, "waits_for_rows", False)
 
     def takes(self, x: mx.array, cache: Any) -> bool:
-        """Whether a pass over these rows is ours."""
+        """Return whether a pass over these rows is ours."""
         positions = _find_positions(cache)
         return (
             x.ndim == 3
@@ -79,7 +79,7 @@ class BlockKernels:
         )
 
     def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """What the block makes of [1, n, width]."""
+        """Return the output of the block for [1, n, width]."""
         output, down = self._last
         rows = self._qkv(self._norms[0](x))
         positions = _find_positions(cache)
@@ -175,7 +175,7 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
 
 
 def can_write_in_place(model: Any) -> bool:
-    """Whether what attends to the rows of a pass is known to wait until they are written."""
+    """Return whether what attends to the rows of a pass is known to wait until they are written."""
     kernels = find_kernels(model)
     return bool(kernels) and all(
         type(one) is BlockKernels and one.waits_for_rows for one in kernels
@@ -183,7 +183,7 @@ def can_write_in_place(model: Any) -> bool:
 
 
 def serves_any_length(model: Any) -> bool:
-    """Whether nothing is compiled or planned anew where a replay's buffers have another size."""
+    """Return whether replays over buffers of another size compile and plan nothing anew."""
     kernels = find_kernels(model)
     kinds = {(one.heads.size, one.weight.dtype) for one in kernels if type(one) is BlockKernels}
     return bool(kinds) and all(attends_any_length(*kind) for kind in kinds)

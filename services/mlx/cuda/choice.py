@@ -38,7 +38,7 @@ _TOLERANCE = 0.01
 
 @dataclass
 class _Use:
-    """Of the kernel in this process."""
+    """Use of the kernel in this process."""
 
     least_rows: int = 0
     most_rows: int = 0
@@ -60,7 +60,7 @@ def in_trace() -> Iterator[None]:
 
 @contextmanager
 def serving(least_rows: int, most_rows: int) -> Iterator[None]:
-    """What is traced in here sends so many rows through our kernels, blocks too; 0: none."""
+    """Send up to so many rows of what is traced inside through our kernels, blocks too; 0: none."""
     before = _use.least_rows, _use.most_rows
     _use.least_rows, _use.most_rows = least_rows, most_rows
     try:
@@ -70,7 +70,7 @@ def serving(least_rows: int, most_rows: int) -> Iterator[None]:
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
-    """Whether this product goes through our kernel, here and now."""
+    """Return whether this product goes through our kernel, here and now."""
     rows = x.size // x.shape[-1]
     return _use.tracing and _use.least_rows <= rows <= _use.most_rows and product.takes(x, weight)
 
@@ -79,7 +79,7 @@ class TracedLinear(nn.Linear):
     """A layer whose few rows go through our kernel."""
 
     def serves(self, x: mx.array) -> bool:
-        """Whether these rows do."""
+        """Return whether these rows go through our kernel."""
         return serves(x, self.weight)
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -68,7 +68,7 @@ Template = Sequence[tuple[str, Any]]
 
 
 class KernelText(NamedTuple):
-    """What MLX is given to make a kernel of."""
+    """Text and names of which MLX makes a kernel."""
 
     name: str
     header: str
@@ -80,7 +80,7 @@ class KernelText(NamedTuple):
 def keep(
     text: KernelText, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], template: Template
 ) -> None:
-    """See to it that MLX finds this kernel, compiled, when it evaluates it on CUDA.
+    """Compile this kernel to where MLX finds it when it evaluates it on CUDA.
 
     Args:
         text: of the kernel.
@@ -127,7 +127,7 @@ def _compile(source: str) -> bytes:
 
 
 def find_architecture() -> str:
-    """What MLX compiles for on its device, as NVIDIA's compiler calls it."""
+    """Return the architecture that MLX compiles for, as NVIDIA's compiler calls it."""
     info = mx.device_info()
     major, minor = info["compute_capability_major"], info["compute_capability_minor"]
     return f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
@@ -146,7 +146,7 @@ def _warn(reason: str) -> None:
 
 
 def name_function(text: KernelText, template: Template) -> str:
-    """What MLX calls the kernel of these constants."""
+    """Return MLX's name for the kernel of these constants."""
 
     def name(value: Any) -> str:
         if isinstance(value, bool):
@@ -163,7 +163,7 @@ def write_function(
     outputs: Sequence[mx.Dtype],
     template: Template,
 ) -> str:
-    """What MLX makes of a kernel's text, behind its headers, to the letter."""
+    """Return MLX's text of a kernel, behind its headers, to the letter."""
     parameters: list[str] = []
     for own, array in zip(text.inputs, inputs, strict=True):
         parameters.append(f"    const {_TYPES[array.dtype][0]}* {own}")

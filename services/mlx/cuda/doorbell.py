@@ -64,7 +64,7 @@ _PAIRS = (2, 4, 8, 16)
 
 
 class LateInputs(NamedTuple):
-    """What a pass takes that is known when it is rung."""
+    """Inputs of a pass that are known only when it is rung for."""
 
     tokens: mx.array
     """[1, rows]."""
@@ -93,7 +93,7 @@ class Doorbell:
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
     def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
-        """What a pass begins with that waits for its tokens, in the making.
+        """Begin a pass that waits for its tokens, while it is traced.
 
         Args:
             rows: of the pass, up to 32: what a row sees of it is a word.

@@ -1,4 +1,4 @@
-"""What makes a model's few rows fast on CUDA."""
+"""Equip a model with what makes its few rows fast on CUDA."""
 
 import mlx.nn as nn
 

@@ -103,7 +103,7 @@ def _launch(rows: mx.array, box: npt.NDArray[np.uint8]) -> mx.array:
 
 
 def pending(rows: ReadRows) -> mx.array:
-    """What is computed when they are."""
+    """Array that is computed once the rows are sent."""
     return rows.sent if isinstance(rows, SentRows) else rows
 
 

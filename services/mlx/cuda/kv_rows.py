@@ -54,7 +54,7 @@ class KVBuffers(NamedTuple):
 
 
 class InPlace:
-    """What a layer's cache in a trace has of rows that are written in place.
+    """Rows of a layer's cache in a trace that are written in place.
 
     Args:
         keys: [1, heads, slots, size], as `values`.
@@ -81,7 +81,7 @@ class InPlace:
 
 
 def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
-    """Of each layer, what is there when its rows are; empty if they are not written in place.
+    """Return an array of each layer that is there once its rows are; empty if not in place.
 
     Raises:
         ValueError: they are in some of the layers.
@@ -93,7 +93,7 @@ def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
 
 
 def writes_in_place(keys: mx.array, values: mx.array) -> bool:
-    """Whether rows are written into buffers of this kind, [1, heads, slots, size]."""
+    """Return whether rows are written into buffers of this kind, [1, heads, slots, size]."""
     fits = keys.dtype in _TYPES and keys.dtype == values.dtype and keys.shape == values.shape
     return fits and compute_unit() == "cuda" and _works(keys.dtype)
 
@@ -151,7 +151,7 @@ def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
 
 @functools.cache
 def _works(dtype: mx.Dtype) -> bool:
-    """Whether rows come to be where they belong, and nothing else changes."""
+    """Return whether rows come to be where they belong, and nothing else changes."""
     try:
         is_right = _try(dtype)
     except (RuntimeError, ValueError, OSError) as error:

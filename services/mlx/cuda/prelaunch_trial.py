@@ -1,4 +1,4 @@
-"""Whether passes that are launched before their tokens are known are right, and begin sooner."""
+"""Self-test of passes that are launched before their tokens are known: right, and sooner?"""
 
 import itertools
 import logging
@@ -68,7 +68,7 @@ class _Trial:
         self._missed = 0
 
     def run(self) -> bool:
-        """Whether they are used."""
+        """Return whether they are used."""
         asked_s = [self._ask()[0] for _ in range(_TURNS)]
         _, expected = self._ask()
         rung_s, found = self._ring_in_turn()

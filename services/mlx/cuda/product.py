@@ -35,7 +35,7 @@ multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
 
 
 def takes(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies arrays of this kind."""
+    """Return whether the kernel multiplies arrays of this kind."""
     return x.dtype == weight.dtype and weight.dtype in TYPES and weight.shape[1] % _RUN == 0
 
 
@@ -45,7 +45,7 @@ def multiply(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def multiply_add(x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
-    """The same with [..., rows, outputs] `more` added to it."""
+    """Multiply, and add [..., rows, outputs] `more` to the result."""
     return _launch(x, weight, more=more)
 
 

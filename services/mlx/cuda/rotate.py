@@ -53,7 +53,7 @@ class HeadNorm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What is known of a layer's attention before a pass."""
+    """Shape of a layer's attention, known before a pass."""
 
     heads: int
     kv_heads: int
@@ -99,7 +99,7 @@ def _launch(
     places: dict[str, str],
     shapes: dict[str, tuple[int, int, int, int]],
 ) -> list[mx.array]:
-    """What the kernel makes of x, one of the inputs; outputs of these shapes."""
+    """Run the kernel on x, one of the inputs; outputs of these shapes."""
     x = inputs["x"]
     rows, heads = x.shape[1], layer.heads + 2 * layer.kv_heads
     inputs = {**inputs, "speeds": layer.speeds}

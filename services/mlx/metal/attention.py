@@ -66,7 +66,7 @@ _ALL, _CAUSAL, _MASKED = range(3)
 
 
 def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether this is a call that the kernel serves; see `attend`."""
+    """Return whether this is a call that the kernel serves; see `attend`."""
     batch, heads, count, size = queries.shape
     slots = keys.shape[2]
     if isinstance(mask, mx.array):

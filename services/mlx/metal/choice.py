@@ -30,7 +30,7 @@ _LAYERS = 4
 
 @dataclass
 class _InUse:
-    """What this process has found out."""
+    """Results of the self-tests of this process."""
 
     mode: MetalKernels = "off"
     note: str = ""
@@ -43,7 +43,7 @@ _in_use = _InUse()
 
 @dataclass(frozen=True)
 class _Served:
-    """What a layer's calls need."""
+    """Shape and type of a layer's calls."""
 
     weights: Quantised
     least_rows: int
@@ -153,13 +153,13 @@ def try_attention(shape: AttentionKind) -> int:
 
 
 def report() -> KernelReport:
-    """What has been tried so far."""
+    """Report what has been tried so far."""
     attentions = list((_in_use.attention or {}).values())
     return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
 
 
 def has_accelerators() -> bool:
-    """Whether this GPU has units for matrices, as those of M5 chips."""
+    """Return whether this GPU has units for matrices, as those of M5 chips."""
     found = re.search(r"\bM(\d+)", _device_name())
     return found is not None and int(found[1]) >= _FIRST_WITH_ACCELERATORS
 

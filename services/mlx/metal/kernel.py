@@ -45,7 +45,7 @@ def launch(
     threads: int,
     outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
 ) -> list[mx.array]:
-    """What the kernel gives, lazily.
+    """Return the results of the kernel, lazily.
 
     Args:
         kernel: from `build`.

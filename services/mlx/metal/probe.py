@@ -1,4 +1,4 @@
-"""Whether a kernel is right here, and faster than MLX's own: tried out when a model is loaded."""
+"""Self-test of a kernel when a model is loaded: is it right, and faster than MLX's own?"""
 
 import logging
 import time
@@ -33,7 +33,7 @@ Calls = Callable[[], list[mx.array]]
 
 
 class AttentionKind(NamedTuple):
-    """What of a model decides how fast attention is."""
+    """Properties of a model's attention that decide how fast it is."""
 
     heads: int
     kv_heads: int
@@ -109,7 +109,7 @@ def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
 def _attention_inputs(
     shape: AttentionKind, rows: int, slots: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """As a model has them: heads side by side, and the first slots of larger buffers."""
+    """Make inputs as a model's: heads side by side, and the first slots of larger buffers."""
     heads, kv_heads, size, dtype = shape
     queries = _normal((1, rows, heads, size), dtype).swapaxes(1, 2)
     keys, values = (

@@ -63,7 +63,7 @@ def weights_of(layer: Any) -> Quantised | None:
 
 
 def takes(x: mx.array, weights: Quantised) -> bool:
-    """Whether these are few rows of the weights' own type."""
+    """Return whether these are few rows of the weights' own type."""
     return 0 < x.size <= MOST_ROWS * x.shape[-1] and x.dtype == weights.scales.dtype
 
 

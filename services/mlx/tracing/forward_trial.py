@@ -111,7 +111,7 @@ def _time_trees(
 
 
 def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
-    """Whether replays of single tokens are faster where each begins before the last has ended."""
+    """Return whether replays of single tokens that begin ahead of the last one are faster."""
 
     def begin(forward: Forward, store: KVStore) -> mx.array:
         token = mx.array([5])
@@ -138,7 +138,7 @@ def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
 def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
 ) -> bool:
-    """Whether replays of what `place` sets are right, and faster than the model's own forward."""
+    """Return whether replays of what `place` sets are right, and faster than the own forward."""
     own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
     if not traced.can_trace(other):

@@ -1,4 +1,4 @@
-"""Whether a trace of a model's forward is right, and faster than the forward itself."""
+"""Self-test of a trace of a model's forward: is it right, and faster than the forward?"""
 
 import logging
 import time
@@ -31,7 +31,7 @@ def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStor
 
 
 def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
-    """Whether replays have the model's own logits, in less time.
+    """Return whether replays have the model's own logits, in less time.
 
     Args:
         what: is computed, for the log.
@@ -64,7 +64,7 @@ def measure_distance(expected: mx.array, found: mx.array) -> float:
 
 
 def is_close(what: str, relative: float) -> bool:
-    """Whether logits that are so far from the model's own will do."""
+    """Return whether logits that are so far from the model's own will do."""
     if not relative < _TOLERANCE:
         _log.warning("%s: logits are %.2g from the model's own: not used", what, relative)
         return False
@@ -72,7 +72,7 @@ def is_close(what: str, relative: float) -> bool:
 
 
 def is_faster(what: str, own_s: float, other_s: float, share: float | None = None) -> bool:
-    """Whether another way to compute pays.
+    """Return whether another way to compute pays.
 
     Args:
         what: is computed so, for the log.
@@ -87,7 +87,7 @@ def is_faster(what: str, own_s: float, other_s: float, share: float | None = Non
 
 
 def pays(ours: float, theirs: float) -> bool:
-    """Whether what takes one time is worth having in the place of what takes the other."""
+    """Return whether what takes one time is worth having in the place of what takes the other."""
     return ours < _WORTHWHILE * theirs
 
 

@@ -82,7 +82,7 @@ class FeatureReader(Protocol):
 
 
 def features_of(reader: FeatureReader | None) -> list[mx.array]:
-    """What was read of a forward in the making, as one of the outputs of its trace."""
+    """Return the states read in a forward that is traced, as outputs of its trace."""
     features = reader.compute() if reader is not None else None
     return [] if features is None else [features]
 
@@ -131,7 +131,7 @@ class TracedForward:
         self._replay: Any = mx.compile(self._forward)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Whether the current frame is a chain or a tree of a shape that is traced, or may be now.
+        """Return whether the current frame has a shape that is traced, or may be now.
 
         Args:
             store: of the sequence.
@@ -145,7 +145,7 @@ class TracedForward:
         return self._has(Shape(self._count_rows(frame), self._find_size(store), _is_tree(frame)))
 
     def _has(self, shape: Shape) -> bool:
-        """Whether this is traced, or may be now."""
+        """Return whether this is traced, or may be now."""
         longest = shape._replace(slots=TRACED_SLOTS[-1])
         later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
         return later or shape in self._shapes
@@ -168,7 +168,7 @@ class TracedForward:
         self._shapes.add(Shape(rows, slots, forks=True))
 
     def can_trace(self, store: KVStore) -> bool:
-        """Whether the store's current frame is a chain or a tree in plain slots."""
+        """Return whether the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
         return (
             self._count_rows(frame) > 0
@@ -266,13 +266,13 @@ class TracedForward:
 
 
 def _count_slots(store: KVStore) -> int:
-    """Of the buffers as they are."""
+    """Return the number of slots of the buffers as they are."""
     keys = store.caches[0].keys
     return 0 if keys is None else keys.shape[2]
 
 
 def _is_tree(frame: Frame) -> bool:
-    """Whether the pass over this frame is a tree's."""
+    """Return whether the pass over this frame is a tree's."""
     return frame.visible is not None or frame.count > MOST_ROWS
 
 

@@ -19,7 +19,7 @@ MOST_SLOTS = _STEPS[-1][0]
 
 
 class Shape(NamedTuple):
-    """What a trace is for."""
+    """Shape of the passes that a trace serves."""
 
     rows: int
     slots: int

@@ -95,7 +95,7 @@ class _Slots:
 
 
 class BlockBackend:
-    """See `base.DraftBackend`, `base.TreeDrafting` and `base.TargetReading`.
+    """Draft backend of heads that draft in blocks.
 
     Args:
         head: what is in the head's folder.
@@ -379,7 +379,7 @@ class BlockBackend:
         at: int,
         options: RoundOptions,
     ) -> list[list[DraftedToken]]:
-        """What may follow each branch, best first."""
+        """Return the tokens that may follow each branch, best first."""
         tops, sure = self._tops(known, branches, slots, 1 + options.siblings)
         found = []
         for row, (branch, top) in enumerate(zip(branches, tops, strict=True)):

@@ -46,7 +46,7 @@ class _Convolution(nn.Module):
         return self._convolve(x, kernels[:, :, 0], self.base_kernel[0]), kernels[:, :, 1]
 
     def behind(self, x: mx.array, kernel: mx.array) -> mx.array:
-        """What the sublayer gave, convolved."""
+        """Convolve the output of the sublayer."""
         return self._convolve(x, kernel, self.base_kernel[1])
 
     def _convolve(self, x: mx.array, kernel: mx.array, base: mx.array) -> mx.array:
@@ -183,7 +183,7 @@ class BlockHead(nn.Module):
         self.head_size = head.vocabulary_size if ids is None else int(ids.size)
 
     def _add_choice(self, head: HeadDescription, tensors: Tensors) -> None:
-        """What chooses among the candidates of a slot."""
+        """Add the layers that choose among the candidates of a slot."""
         if head.format == "dflash2":
             rank = int(head.value("selector_rank"))
             self.candidate_selector = _Selector(self.width, head.vocabulary_size, rank)

@@ -47,7 +47,7 @@ class _Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """See `recurrent.RecurrentHead`.
+    """EAGLE-3: one layer that drafts token by token on its own output.
 
     Raises:
         ModelError: the files are not those of an EAGLE-3 head of one layer.
@@ -77,7 +77,7 @@ class Eagle3Head(nn.Module):
 
     @property
     def normalization(self) -> str:
-        """See `FeatureRequest.normalization`."""
+        """Normalization of the target's states, as in `FeatureRequest`."""
         if "input_norm" in self:
             return "joint"
         return "layer" if "fc_norm" in self else "none"
@@ -92,7 +92,7 @@ class Eagle3Head(nn.Module):
         return out
 
     def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """See `recurrent.RecurrentHead`."""
+        """Return logits, [1, tokens, head], and a stand-in for states, [1, tokens, width]."""
         residual = self.midlayer(self.embed_tokens(tokens), states, cache)
         normed = self.norm(residual)
         return self.lm_head(normed), normed if self.norm_output else residual

@@ -52,7 +52,7 @@ def load_head(
 
 
 def _request(head: HeadDescription, normalization: Any, *, beside_target: bool) -> FeatureRequest:
-    """What the verifier is asked for: projected states, where it can read the projection."""
+    """Ask the verifier for states, projected where it can read the projection."""
     file = head.files.get("fc.weight", "")
     norms = [name for name in head.tensors if name.startswith(("input_norm", "fc_norm"))]
     together = all(head.files[name] == file for name in norms)

@@ -43,7 +43,7 @@ class _Layer(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """See `recurrent.RecurrentHead`.
+    """Qwen 3.5's layer for multi-token prediction.
 
     Raises:
         ModelError: the files hold no MTP layer, or one of another kind.
@@ -73,7 +73,7 @@ class MtpHead(nn.Module):
         return states
 
     def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """See `recurrent.RecurrentHead`."""
+        """Return logits, [1, tokens, head], and a stand-in for states, [1, tokens, width]."""
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(tokens))
         both = mx.concatenate([embedded, self.pre_fc_norm_hidden(states)], axis=-1)
         normed = self.norm(self.layers[0](self.fc(both), cache))

@@ -58,7 +58,7 @@ class RecurrentHead(Protocol):
 
     @property
     def normalization(self) -> str:
-        """Of the target's states, see `FeatureRequest`."""
+        """Normalization of the target's states, as in `FeatureRequest`."""
         ...
 
     def project(self, states: mx.array) -> mx.array:
@@ -122,7 +122,7 @@ class _HeadTrunk(Trunk):
 
 
 class RecurrentBackend(MlxBackend):
-    """See `base.DraftBackend` and `base.TargetReading`.
+    """Draft backend of heads that draft token by token on their own output.
 
     Args:
         head: what is in the head's folder.
@@ -190,21 +190,21 @@ class RecurrentBackend(MlxBackend):
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """See `MlxBackend`."""
+        """Grow branches as `MlxBackend` does."""
         shifted = self._begin(self._own(sequence), options)
         yield from super().prepare_tree(sequence, tree, fan_out, depth, shifted)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """See `MlxBackend`."""
+        """Draft as `MlxBackend` does."""
         shifted = self._begin(self._own(sequence), options)
         yield from super().draft(sequence, pending, count, shifted)
 
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """See `MlxBackend`."""
+        """Draft a tree as `MlxBackend` does."""
         shifted = self._begin(self._own(sequence), options)
         yield from super().draft_tree(sequence, pending, count, shifted)
 
@@ -255,7 +255,7 @@ class RecurrentBackend(MlxBackend):
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
-        """As `MlxBackend._feed`; rows whose states came since are computed again."""
+        """Feed tokens as `MlxBackend` does; rows whose states have come are computed again."""
         if not isinstance(known, _HeadTrunk):
             raise TypeError("the trunk is not one of this backend's")
         wanted = known.known[known.first + 1 :] + tokens

@@ -1,4 +1,4 @@
-"""What a head has been sent of the target's states at a sequence's tokens."""
+"""States of the target that a head has been sent for a sequence's tokens."""
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class StateRun:
         self._rows, self._buffer = np.concatenate([before, rows, after]), None
 
     def covers(self, position: int) -> bool:
-        """Whether the states of this position are here."""
+        """Return whether the states of this position are here."""
         return self.first <= position < self.end
 
     def trim(self, end: int) -> None:

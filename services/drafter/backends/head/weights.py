@@ -20,7 +20,7 @@ FOREIGN = ("embed_tokens.", "lm_head.", "rotary_emb.", "d2t", "t2d", "verifier_"
 
 
 class TargetEnds(NamedTuple):
-    """What a head takes from its target: the raw tables, without scale or soft cap."""
+    """Tables that a head takes from its target, without scale or soft cap."""
 
     embed_tokens: Any
     lm_head: Any
@@ -101,7 +101,7 @@ def _dequantize(tensors: Tensors, head: HeadDescription) -> Tensors:
 
 
 def head_dtype(ends: TargetEnds) -> mx.Dtype:
-    """What a head computes in: as its target, float32 on a CPU."""
+    """Return the type that a head computes in: its target's, float32 on a CPU."""
     return mx.float32 if compute_unit() == "cpu" else ends.dtype
 
 

@@ -76,7 +76,7 @@ def sort_best(rows: mx.array, width: int) -> mx.array:
 
 @functools.cache
 def _works(dtype: mx.Dtype, width: int) -> bool:
-    """Whether the kernel compiles here, finds what sorting finds, and is faster."""
+    """Return whether the kernel compiles here, finds what sorting finds, and is faster."""
     rows = mx.random.normal((3, 50000), key=mx.random.key(0)).astype(dtype)[:, :49152]
     try:
         # Of equal logits either may come first; their values are the same.

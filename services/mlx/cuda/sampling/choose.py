@@ -64,7 +64,7 @@ def launch(rows: mx.array, rules: mx.array) -> mx.array:
 
 @functools.cache
 def _works(dtype: mx.Dtype) -> bool:
-    """Whether the kernel compiles here, and chooses what the host does."""
+    """Return whether the kernel compiles here, and chooses what the host does."""
     rows = (3.0 * mx.random.normal(_TRIAL_SHAPE, key=mx.random.key(0))).astype(dtype)
     logits: Any = np.array(rows.astype(mx.float32))
     positions = list(range(_TRIAL_SHAPE[0]))

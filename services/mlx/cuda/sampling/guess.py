@@ -95,7 +95,7 @@ def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Gu
 
 @functools.cache
 def _works(dtype: mx.Dtype, wanted: Wanted) -> bool:
-    """Whether the kernel compiles here, and guesses what the host does."""
+    """Return whether the kernel compiles here, and guesses what the host does."""
     sampling, (count, head) = _TRIAL[wanted.kind], _TRIAL_SHAPE
     random = np.random.default_rng(0)
     logits: Any = random.normal(-2.0, 1.0, _TRIAL_SHAPE)
