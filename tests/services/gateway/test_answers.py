@@ -7,19 +7,22 @@ cannot work is refused with a sentence. The texts are those that the family's mo
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from protocol.decoding.grammar import Grammar
+from protocol.gateway import GatewayModel, GatewaySettings
 from protocol.messages import ChatMessage, Sampling, Text
+from services.gateway.app import Gateway
 from services.gateway.errors import ApiError
 from services.gateway.reasoning import Thought
 from services.gateway.task import Choice, PromptInput, Task, TaskPlanner, Thinking
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ParsedCall
-from tests.services.gateway.scripted import write_template
+from tests.services.gateway.scripted import ScriptedClient, write_template
+from tests.services.gateway.test_dialect_fuzz import post
 from tests.services.gateway.test_turns import WEATHER, render, write
 from tests.support.families.chat_templates import FAMILIES
 from tests.support.tiny_models import EOS, tokenizer_json
@@ -268,3 +271,50 @@ def test_results_go_with_every_request(tmp_path: Path, name: str) -> None:
         choice = desk.plan(messages, **request, thinking=thinking)
         text = render(desk.template, choice.request)
         assert all(text.count(word) == 1 for word in words)
+
+
+BOTH = [f"{HERMES}\n{HERMES}", DOCUMENT]
+"""What a model may say to tools and a schema."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_calls_or_a_schema_through_every_door(tmp_path: Path, *, stream: bool) -> None:
+    """Tools that may be called, and the schema of an answer, as frameworks send on every turn."""
+    stub = ScriptedClient(*BOTH * 3, size=1000)
+    function = {"name": "weather", "parameters": WEATHER.parameters}
+    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    turn: Any = [{"role": "user", "content": "hello"}]
+    chat: dict[str, Any] = {
+        "messages": turn, "tools": [{"type": "function", "function": function}],
+        "response_format": {"type": "json_schema", "json_schema": wanted},
+    }  # fmt: skip
+    responses: dict[str, Any] = {
+        "input": "hello", "tools": [{"type": "function", **function}], "text": {"format": wanted},
+    }  # fmt: skip
+    messages: dict[str, Any] = {
+        "messages": turn, "max_tokens": 50, "output_config": {"format": wanted},
+        "tools": [{"name": "weather", "input_schema": WEATHER.parameters}],
+    }  # fmt: skip
+    models = [
+        GatewayModel(
+            names=["large"],
+            clients_address="",
+            folder=str(write_template(tmp_path, FAMILIES["qwen2.5"])),
+        )
+    ]
+    settings = GatewaySettings(lifeline=0, listener=0, models=models)
+    application = Gateway(settings, lambda _: cast("Any", stub)).app("")
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", responses),
+        ("/v1/messages", messages),
+    ):
+        called = post(application, path, {**body, "stream": stream}).text
+        assert called.count("Oslo") >= 2, path
+        assert "<tool_call>" not in called
+        said = post(application, path, {**body, "stream": stream}).text
+        assert "colour" in said, path
+        assert "tool_use" not in said
+    grammars = {request.sampling.logits_options.grammar for request in stub.requests}  # type: ignore[union-attr]
+    assert len(grammars) == 1
+    assert grammars.pop().startswith("start: calls | document")
