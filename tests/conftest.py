@@ -86,9 +86,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_wide_tables(items)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    # Files with many processes first: at the end, what is left is shared out evenly.
+    # The longest files first: at the end, what is left is shared out evenly.
     costly = Counter(item.path for item in items if item.get_closest_marker("processes"))
-    items.sort(key=lambda item: -costly[item.path])
+    items.sort(key=lambda item: (item.path.name != "test_smoke.py", -costly[item.path]))
 
 
 def _mark_wide_tables(items: list[pytest.Item]) -> None:
