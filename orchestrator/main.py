@@ -13,7 +13,7 @@ from orchestrator.text.prompt_process import PromptLimits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import FromService, ToOrchestrator
-from protocol.process.child import run_child
+from protocol.process.child import raise_descriptor_limit, run_child
 from protocol.settings import OrchestratorSettings
 from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
@@ -21,6 +21,7 @@ from protocol.transport.codec import Decoder
 
 def run(settings: OrchestratorSettings) -> None:
     """Bind the sockets and serve until SIGTERM."""
+    raise_descriptor_limit()
     folder = Path(settings.model)
     services: Hub[FromService] = Hub(
         settings.services_address, Decoder(FromService), stranger_bytes=STRANGER_BYTES

@@ -24,6 +24,9 @@ from protocol.process.deadline import Deadline
 from protocol.transport.channel import configure
 from protocol.transport.codec import Decoder, encode
 
+_MOST_SOCKETS = 8192
+"""Requests at once, each of which has one."""
+
 Inbound = TypeVar("Inbound", bound=Message)
 
 _DECODER: Decoder[FromOrchestrator] = Decoder(FromOrchestrator)
@@ -66,6 +69,7 @@ class AsyncClient(Closeable):
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.asyncio.Context()
+        self._context.max_sockets = _MOST_SOCKETS
 
     async def status(self, timeout_s: float = 10.0) -> Status:
         """Who is there; raises DeadlineExceeded if nobody answers."""

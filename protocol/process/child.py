@@ -6,6 +6,7 @@ stderr, and the exit code of the error's branch (`errors.py`).
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from protocol.settings import ChildSettings, decode_settings
 from protocol.version import describe_missing
 
 ERROR_PREFIX = "error: "
+_MOST_DESCRIPTORS = 10_240
 
 C = TypeVar("C", bound=ChildSettings)
 
@@ -84,6 +86,20 @@ def pin_to_cores(cores: list[int]) -> None:
     """Keep this process on these cores, where the system can (Linux)."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, cores)
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have as many descriptors as the system lets it, within reason.
+
+    Returns:
+        How many it may have now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft < most:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a limit below the one it tells
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @contextlib.contextmanager

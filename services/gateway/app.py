@@ -31,7 +31,7 @@ from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate
 from services.gateway.metrics import Metrics
-from services.gateway.models import STATUS_S, Connect, Lease, ServedModel, ServedModels
+from services.gateway.models import Connect, Lease, ServedModel, ServedModels
 from services.gateway.paths import Paths
 from services.gateway.request_log import RequestLog
 from services.gateway.server_info import ServerInfo
@@ -174,7 +174,7 @@ class Gateway:
             await lease.await_ready(self._settings.load_timeout_s)
             task, model = plan(), lease.model
             choices = model.planner.plan(task)
-            status = await model.client.status(STATUS_S)
+            status = await model.status()
             model.check_drafter(task.drafter, status)
             reply.open(choices, status)
             merged = merge([generate(model.client, choice) for choice in choices])

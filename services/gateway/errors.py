@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self._retry_after_s = retry_after_s
-        """Of a refusal for now, status 429."""
+        """Of a refusal for now, status 429 or 503."""
         self._anthropic_message = anthropic_message or message
         """The sentence on which Anthropic's clients act, where that differs."""
 
@@ -57,7 +57,7 @@ class ApiError(Exception):
     def response(self, path: str) -> JSONResponse:
         """The error object with its status, for a request of this path."""
         headers = dict(_HEADERS.get(self.status, {}))
-        if self.status == 429:
+        if self.status in (429, 503):
             headers["Retry-After"] = str(self._retry_after_s)
         body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
         return JSONResponse(body, status_code=self.status, headers=headers)

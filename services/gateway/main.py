@@ -1,5 +1,6 @@
 """`python -m services.gateway.main SETTINGS`: the gateway process."""
 
+import asyncio
 import socket
 import sys
 from pathlib import Path
@@ -8,10 +9,14 @@ import uvicorn
 
 from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
-from protocol.process.child import run_child
+from protocol.process.awake_clock import awake_time
+from protocol.process.child import raise_descriptor_limit, run_child
 from services.gateway.app import Gateway
+from services.gateway.http.connections import HttpConnection, count_connections
 
 _KEEP_ALIVE_S = 30
+_BACKLOG = 512
+"""Connections that are accepted in one step, at most."""
 _SHUTDOWN_S = 1
 """Answers in flight are cut after this long, because the stack ends too."""
 
@@ -24,11 +29,24 @@ def run(settings: GatewaySettings) -> None:
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
         server_header=False,
+        proxy_headers=False,  # places and rates are counted by address, which no one may choose
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
+        http=HttpConnection,
+        backlog=_BACKLOG,
     )
-    with socket.socket(fileno=settings.listener) as listener:
-        uvicorn.Server(config).run(sockets=[listener])
+    HttpConnection.most = count_connections(raise_descriptor_limit())
+    listener = socket.socket(fileno=settings.listener)
+    with listener, asyncio.Runner(loop_factory=AwakeLoop) as runner:
+        runner.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+class AwakeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers stand still while this process is stopped."""
+
+    def time(self) -> float:
+        """The time of all timers."""
+        return awake_time()
 
 
 def _key(file: str) -> str:

@@ -4,6 +4,8 @@ With a model server behind it, a model is asked for before each answer and relea
 without one there is a single model that is always there.
 """
 
+import asyncio
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from services.gateway.template import ModelText
 STATUS_S = 4.0
 """Longest wait for an orchestrator's status, and for the list of models. Shorter than the silence
 after which a stream begins, so that a stack that does not answer is still a status of HTTP."""
+
+_FRESH_S = 0.1
+"""How long a status is taken for the present one."""
 
 Connect = Callable[[str], AsyncClient]
 """A client of the orchestrator at an address."""
@@ -37,6 +42,10 @@ class ServedModel(Closeable):
         self._connect = connect
         self._address = told.clients_address
         self._client: AsyncClient | None = None
+        self._asked: asyncio.Task[Status] | None = None
+        """The question for the status that was asked last."""
+        self._asked_at = 0.0
+        """When it was answered."""
         self.read(told.folder)
 
     def read(self, folder: str) -> None:
@@ -59,6 +68,21 @@ class ServedModel(Closeable):
         if self._client is None:
             self._client = self._connect(self._address)
         return self._client
+
+    async def status(self) -> Status:
+        """The status of its orchestrator; all who ask at the same time share one answer."""
+        loop = asyncio.get_running_loop()
+        if self._asked is None or loop.time() - self._asked_at > _FRESH_S:
+            self._asked = asyncio.ensure_future(self.client.status(STATUS_S))
+            self._asked.add_done_callback(self._on_status)
+            self._asked_at = math.inf
+        return await asyncio.shield(self._asked)
+
+    def _on_status(self, asked: "asyncio.Task[Status]") -> None:
+        """Keep an answer for a moment, and no failure."""
+        self._asked_at = asyncio.get_running_loop().time()
+        if asked.cancelled() or asked.exception() is not None:
+            self._asked = None
 
     def check_drafter(self, wanted: str | None, status: Status) -> None:
         """Raises ApiError if a request wants a drafter that is not there."""
@@ -157,7 +181,7 @@ class ServedModels(Closeable):
             for model in self._models
             if not states or (model.name in states and states[model.name].state == "loaded")
         ]
-        return [await model.client.status(STATUS_S) for model in loaded]
+        return [await model.status() for model in loaded]
 
     def close(self) -> None:
         """Close everything; safe to call twice."""

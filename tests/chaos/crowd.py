@@ -28,6 +28,7 @@ from launch.settings.options import settings_of, stack_options
 from launch.stack.session import private_stack
 from launch.terminal import console
 from protocol.errors import RuntimeFailure
+from protocol.process.child import raise_descriptor_limit
 
 GAP_S = 2.0
 """Longest gap of a running stream that is allowed."""
@@ -100,15 +101,18 @@ class Bystanders:
         else:
             waits.first_token_s = max(waits.first_token_s, seconds)
 
-    def _ask(self, number: int, waits: Waits | None) -> str:
+    def _ask(self, number: int, waits: Waits | None, since: float = 0.0) -> str:
         body = chat(f"Bystander {number}.", max_tokens=self._max_tokens, stream=True, seed=number)
         connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE_S)
-        text, before, begun = "", time.monotonic(), False
+        text, before, begun = "", since or time.monotonic(), False
         self._record(number, before, begun=False)
         with contextlib.closing(connection):
             try:
                 connection.request("POST", _CHAT, body, {"Content-Type": "application/json"})
                 response = connection.getresponse()
+                if response.status == 503:
+                    time.sleep(0.2)
+                    return self._ask(number, waits, before)
                 if response.status != 200:
                     return f"HTTP {response.status}: {response.read(200)!r}"
                 for data in events(response):
@@ -431,6 +435,7 @@ def command(**options: Any) -> None:
     seconds, count = options.pop("seconds"), options.pop("bystanders")
     max_tokens, only = options.pop("max_tokens"), options.pop("only")
     settings = msgspec.structs.replace(settings_of(**options), http=True, port=0)
+    raise_descriptor_limit()
     misses: list[str] = []
     console.write("| beside | answers | longest gap, s | first token, s | failed | statuses |\n")
     console.write("|---|---|---|---|---|---|\n")

@@ -1,0 +1,184 @@
+"""HTTP connections within limits: their number, what they may take their time for, and turns.
+
+What a connection sends is parsed in small slices, one connection after the other, so that none of
+them keeps the others waiting. One that has nothing to be answered gives way to new ones.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+_log = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 4000
+_OTHERS = 256
+"""Descriptors for everything else."""
+_HEAD_S = 10.0
+"""Longest wait for the head of a request, once it has begun or the connection is new."""
+_STALL_S = 20.0
+"""Longest wait for a client that reads nothing of its answer."""
+_SLICE = 4096
+"""Bytes that are parsed at once: some ten milliseconds if each has a chunk of its own."""
+_OVERHEAD = 64 * 1024
+"""Bytes by which the chunks of a body may exceed twice what they hold."""
+
+_REASON = b"""{"error": {"message": "too many connections; try again later", "code": "busy"}}"""
+_BUSY = b"\r\n".join(
+    [
+        b"HTTP/1.1 503 Service Unavailable",
+        b"content-type: application/json",
+        b"retry-after: 1",
+        b"connection: close",
+        b"content-length: %d" % len(_REASON),
+        b"",
+        _REASON,
+    ]
+)
+
+
+def count_connections(descriptors: int) -> int:
+    """How many connections there may be: each has a request with descriptors of its own."""
+    return max(1, min(_MOST_CONNECTIONS, (descriptors - _OTHERS) // 3))
+
+
+class Turns:
+    """Parses what connections have sent, a slice of each in turn."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[HttpConnection] = deque()
+
+    def add(self, connection: "HttpConnection") -> None:
+        """This one has sent something."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._parse)
+        self._waiting.append(connection)
+
+    def _parse(self) -> None:
+        connection = self._waiting.popleft()
+        try:
+            if connection.parse_slice():
+                self._waiting.append(connection)
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._parse)
+
+
+class HttpConnection(H11Protocol):
+    """One connection."""
+
+    most = _MOST_CONNECTIONS
+    """Set it once it is known how many descriptors there are."""
+    turns = Turns()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent: deque[bytes] = deque()
+        """What has arrived and is not parsed yet."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._parsed = 0
+        """Bytes of the body that is being read, as they were sent."""
+        self._held = 0
+        """What they held."""
+        self._heard_at = self.loop.time()
+
+    @property
+    def is_answered(self) -> bool:
+        """True while a request is answered, or waits to be parsed."""
+        return bool(self._sent) or (self._is_busy and not self.cycle.more_body)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or another one's place, or refuse it."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most and not self._replace_another():
+            transport.write(_BUSY)
+            transport.close()
+            return
+        self._time(_HEAD_S, "no request came")
+
+    def _replace_another(self) -> bool:
+        """Close the connection that has been idle longest; False if all are being answered."""
+        others = [one for one in self.connections if isinstance(one, HttpConnection)]
+        idle = [one for one in others if one is not self and not one.is_answered]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one._heard_at)
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget what it has sent."""
+        self._sent.clear()
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse it as soon as it is this connection's turn."""
+        self._heard_at = self.loop.time()
+        if not self._sent:
+            self.turns.add(self)
+        self._sent.append(data)
+        self.flow.pause_reading()
+
+    def parse_slice(self) -> bool:
+        """Parse the next bytes; whether more of them wait."""
+        if not self._sent or self.transport.is_closing():
+            self._sent.clear()
+            return False
+        data = self._sent.popleft()
+        if len(data) > _SLICE:
+            self._sent.appendleft(data[_SLICE:])
+        self._parse(data[:_SLICE])
+        if not self._sent:
+            self.flow.resume_reading()
+        return bool(self._sent)
+
+    def _parse(self, data: bytes) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        before = len(cycle.body) if cycle is not None else 0
+        super().data_received(data)
+        if self.cycle is not cycle:
+            self._parsed = self._held = before = 0
+        if not self._is_busy:
+            if self._timer is None:
+                self._time(_HEAD_S, "a request did not come to its end")
+            return
+        self._stop_timer()
+        self._parsed += len(data)
+        self._held += len(self.cycle.body) - before
+        if self.cycle.more_body and self._parsed > 2 * self._held + _OVERHEAD:
+            self._sent.clear()
+            self.send_400_response("The chunks of the body are too small.")
+
+    # ------------------------------------------------------------ clients that do nothing
+
+    def pause_writing(self) -> None:
+        """The client does not read; it has some time to begin again."""
+        super().pause_writing()
+        self._time(_STALL_S, "the client does not read its answer")
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        self._stop_timer()
+
+    def _time(self, seconds: float, why: str) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._give_up, why)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self, why: str) -> None:
+        _log.info("connection closed: %s", why)
+        self._timer = None
+        self.transport.abort()
