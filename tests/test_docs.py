@@ -78,8 +78,15 @@ def test_settings_without_a_flag_stand_in_the_guide() -> None:
     # `serve` has those of `launch`, and some of its own.
     flags = {parameter.name for parameter in COMMANDS["serve"].params} | {"http"}
     fields = [f for f in msgspec.structs.fields(StackSettings) if f.name not in flags]
-    rows = [f"| `{field.name}` | {format(field.default, '.15g')} |" for field in fields]
+    rows = [f"| `{field.name}` | {shown(field.default)} |" for field in fields]
     assert [row for row in rows if row not in page] == []
+
+
+def shown(default: object) -> str:
+    """A default as the guide prints it."""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default or "none") if isinstance(default, str) else format(default, ".15g")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)

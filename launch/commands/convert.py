@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from launch.models.coreml_models import beside, source_of
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
+from launch.settings.flags import more_settings, read_more
 from launch.settings.machine import compute_threads
 from launch.settings.options import options_of, settings_from_flags
 from launch.stack.child import Lifeline
@@ -22,7 +23,6 @@ from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.convert import (
     COMPRESSIONS,
-    STATE_WRITES,
     Agreement,
     ConvertEvent,
     ConvertProgress,
@@ -32,6 +32,17 @@ from protocol.jobs.convert import (
 from protocol.settings import COMPUTE_UNITS
 
 _option = options_of(ConvertSettings)
+MORE = (
+    "branches",
+    "chunk",
+    "width",
+    "layers_per_part",
+    "state_write",
+    "threshold",
+    "tokens",
+    "all_routes",
+)
+"""Settings of a conversion that have no flag: `protocol.jobs.convert.ConvertSettings`."""
 
 
 @click.command("convert")
@@ -42,20 +53,9 @@ _option = options_of(ConvertSettings)
 @click.option("--target", help="Target to draft for; also measures acceptance.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @_option("--context", "Tokens that fit, drafts included.")
-@_option("--branches", "Parallel branches of tree decoding.")
-@_option("--chunk", "Tokens of one call of a prefill.")
-@_option("--width", "Best tokens that the head reports, per 16384 rows of it.")
-@_option(
-    "--layers-per-part", "Cut a large model into packages of this many layers; 0: one package."
-)
 @_option("--compression", "Of the weights.", click.Choice(COMPRESSIONS))
-@_option("--state-write", "How keys and values enter the state.", click.Choice(STATE_WRITES))
 @_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
-@_option("--tokens", "Tokens per prompt that are compared; 0: no comparison.")
-@_option("--threshold", "Least share of equal best tokens; below: exit code 6, no folder.")
-@click.option(
-    "--all-routes", is_flag=True, help="Compare every function separately and list all differences."
-)
+@more_settings(MORE)
 @click.option("--force", is_flag=True, help="Replace the conversion of another model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
@@ -70,13 +70,17 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
     with tempfile.TemporaryDirectory(prefix="ssd-convert-") as scratch:
         tokenised = Path(scratch) / "prompts.jsonl"
         tokenise(prompts, TargetTokenizer(folder), tokenised)
-        values = options | {
-            "model": str(folder),
-            "out": str(place),
-            "target": "" if target is None else str(resolve(target)),
-            "prompts": str(tokenised),
-            "threads": compute_threads(),
-        }
+        values = (
+            read_more(options.pop("more"), MORE)
+            | options
+            | {
+                "model": str(folder),
+                "out": str(place),
+                "target": "" if target is None else str(resolve(target)),
+                "prompts": str(tokenised),
+                "threads": compute_threads(),
+            }
+        )
         converted = _run(values)
     if as_json:
         console.write(msgspec.json.encode(converted).decode() + "\n")
@@ -96,7 +100,9 @@ def _require_own(place: Path, folder: Path) -> None:
 
 def _run(values: dict[str, Any]) -> ConvertResult:
     with contextlib.closing(Lifeline()) as lifeline:
-        settings = settings_from_flags({**values, "lifeline": lifeline.child_end}, ConvertSettings)
+        settings = settings_from_flags(
+            {**values, "lifeline": lifeline.child_end}, ConvertSettings, MORE
+        )
         err = console.stderr()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         bar = Progress(*columns, console=err, disable=not err.is_terminal)

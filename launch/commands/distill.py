@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
+from launch.settings.flags import more_settings, read_more
 from launch.settings.options import options_of, settings_from_flags
 from launch.stack.child import Lifeline
 from launch.terminal import console
@@ -21,25 +22,26 @@ from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.distill import DistillEvent, DistillFinished, DistillNote, DistillProgress
-from protocol.settings import OBJECTIVES, PRECISIONS, READING_WAYS, DistillSettings
+from protocol.settings import READING_WAYS, DistillSettings
 
 _option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
-
-
-def _numbers(kind: type) -> Any:
-    def parse(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-        del context
-        if value is None:
-            return None
-        try:
-            return [kind(part) for part in value.split(",")]
-        except ValueError as error:
-            raise click.BadParameter(
-                f"{value!r} is not a list of numbers", param=parameter
-            ) from error
-
-    return parse
+MORE = (
+    *("temperatures", "length", "user_tokens", "data_tokens", "data_minutes", "data_batch"),
+    *("init_layers", "tapped_layers", "head_size", "mlp", "finish", "loss_temperature"),
+    *(
+        "objective",
+        "steps",
+        "user_weight",
+        "on_policy",
+        "batch",
+        "learning_rate",
+        "precision",
+        "compiled",
+    ),
+    *("warmup", "weight_decay", "clip", "session_minutes"),
+)
+"""Settings of a run that have no flag: `protocol.settings.DistillSettings` describes them."""
 
 
 @click.command("distill")
@@ -49,20 +51,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @click.option("--texts", multiple=True, help="Reuse the texts of this run (repeatable).")
 @_option("--minutes", "The whole run, over all resumptions: texts, training, evaluation.")
-@_option("--steps", "Training steps instead of a time limit.")
-@_option("--session-minutes", "Stop this call, resumable, after so long.")
-@_option("--data-tokens", "Tokens to generate; 0: see --data-minutes.")
-@_option("--data-minutes", "Time to generate; 0: a third of --minutes.")
-@_option("--data-batch", "Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU.")
-@_option("--length", "Tokens of a sequence, prompt included.")
-@_option("--user-tokens", "Longest invented prompt.")
-@click.option(
-    "--temperatures", callback=_numbers(float), help="Temperatures of the answers: 0,0.3,0.7,1."
-)
 @_option("--layers", "Layers of the drafter.")
-@click.option("--init-layers", callback=_numbers(int), help="Layers of the target to start from.")
-@_option("--head-size", "Tokens that the drafter can propose; 0: all.")
-@_option("--mlp", "Hidden columns that each MLP keeps; 0: all.")
 @click.option("--init-drafter", help="Drafter to start from, of as many layers or fewer.")
 @click.option(
     "--reads-target",
@@ -71,17 +60,8 @@ def _numbers(kind: type) -> Any:
     flag_value="states",
     help="Give it the target's hidden states; input: the last one also as input.",
 )
-@click.option("--tapped-layers", callback=_numbers(int), help="Layers of the target to read.")
-@_option("--objective", "Loss of the last part of training.", click.Choice(OBJECTIVES))
-@_option("--finish", "Share of the training that has this loss; before: cross-entropy.")
-@_option("--loss-temperature", "Temperature of both distributions in the loss.")
-@_option("--user-weight", "Weight of the user's tokens in the loss.")
-@_option("--on-policy", "Share of answer tokens replaced by the drafter's guess.")
-@_option("--batch", "Sequences per training step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU.")
-@_option("--learning-rate", "Highest learning rate of AdamW.")
 @_option("--seed", "Same seed, same data and batches.")
-@_option("--precision", "Of the forward passes.", click.Choice(PRECISIONS))
-@click.option("--no-compile", is_flag=True, help="Do not let MLX fuse the training step.")
+@more_settings(MORE)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(**options: Any) -> None:
     """Train a drafter for a target, or evaluate one.
@@ -112,10 +92,10 @@ def _settings_of(options: dict[str, Any], target: Path) -> dict[str, Any]:
     if (evaluate is None) == (out is None):
         raise UsageError("give either --out, to train, or --evaluate, to judge a drafter")
     options["texts"] = [str(Path(run).expanduser().resolve()) for run in options["texts"]]
-    options["compiled"] = not options.pop("no_compile")
     if options["init_drafter"] is not None:
         options["init_drafter"] = str(resolve(options["init_drafter"]))
-    values = {key: value for key, value in options.items() if value is not None}
+    values = read_more(options.pop("more"), MORE)
+    values |= {key: value for key, value in options.items() if value is not None}
     folder = resolve(evaluate) if evaluate is not None else out.expanduser().resolve()
     return values | {
         "target": str(target),
@@ -139,7 +119,9 @@ def _form(tokenizer: TargetTokenizer) -> dict[str, Any]:
 def _run(values: dict[str, Any]) -> DistillFinished:
     """Start the process, draw what it says, and let it save when the user interrupts."""
     with contextlib.closing(Lifeline()) as lifeline:
-        settings = settings_from_flags({**values, "lifeline": lifeline.child_end}, DistillSettings)
+        settings = settings_from_flags(
+            {**values, "lifeline": lifeline.child_end}, DistillSettings, MORE
+        )
         with JsonWorker("distillation", "services.distill", settings) as worker, _bar() as bar:
             try:
                 finished = _follow(worker, bar)

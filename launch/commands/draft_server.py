@@ -42,7 +42,6 @@ _WEIGHTS = "Precision of an MLX drafter's weights; auto: int8 on a CPU."
 )
 @click.option("--target", default="", help="For head: the target, as folder or hub name.")
 @click.option("--weights", type=click.Choice(DRAFT_WEIGHTS), default="auto", help=_WEIGHTS)
-@click.option("--threads", type=click.IntRange(min=1), help="BLAS threads; else one per core.")
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(min=1),
@@ -60,7 +59,6 @@ def command(
     model: str,
     target: str,
     weights: DraftWeights,
-    threads: int | None,
     prefill_step_size: int,
 ) -> None:
     """Draft for another program or another machine.
@@ -79,7 +77,7 @@ def command(
         listen=check_address(listen) if listen else "",
         key_file=str(own_keys(key)) if listen else "",
         trusted=tuple(public_key(name) for name in trust),
-        threads=threads or compute_threads(),
+        threads=compute_threads(),
         prefill_step_size=prefill_step_size,
     )
     # In our place: the host's pipes, signals and waits then concern the server itself.

@@ -52,7 +52,7 @@ _NOT_HERE = {
     "--xtc-threshold": "use --min-p or --top-p",
     "--min-tokens-to-keep": "one token is always kept",
     "--use-default-chat-template": "give the model folder a chat_template.jinja",
-    "--max-kv-size": "limit the memory with --kv-bytes",
+    "--max-kv-size": "limit the memory with --set kv_bytes=N",
     "--quantize-activations": "choose a model that is quantized as you want it",
     "-qa": "choose a model that is quantized as you want it",
     "--kv-bits": _FULL_KV,

@@ -6,14 +6,21 @@ from typing import Any
 import click
 
 from launch.bench import scenarios
-from launch.settings.flags import Command
+from launch.settings.flags import Command, more_settings, read_more
 from launch.terminal import console
 from orchestrator.simulation.run import simulate
-from orchestrator.simulation.scenario import Scenario, Strategy
+from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import compare, strategy_grid
 from protocol.messages import MAX_NODES
 
 UNIT = click.FloatRange(0, 1)
+MORE = tuple(
+    name
+    for kind in (Device, AcceptanceModel, Scenario)
+    for name in kind.__struct_fields__
+    if name not in {"t_verify", "t_draft", "alpha", "seed", "branches", "device", "acceptance"}
+)
+"""What else describes a device, a pair and an answer: `orchestrator/simulation/scenario.py`."""
 
 
 @click.command("simulate", cls=Command)
@@ -27,30 +34,7 @@ UNIT = click.FloatRange(0, 1)
 @click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
 @click.option("--t-draft", help="T_d(B) of a tree step over B branches in ms, likewise.")
 @click.option("--alpha", type=UNIT, help="Acceptance rate of draft tokens.")
-@click.option("--r", type=float, help="After a rejection, F candidates miss with (1 - first) F^-r.")
-@click.option("--first", type=UNIT, help="After a rejection, hit rate with one candidate.")
-@click.option("--r-all", type=float, help="As --r, after full acceptance.")
-@click.option("--first-all", type=UNIT, help="As --first, after full acceptance.")
-@click.option("--burst", type=UNIT, help="How uneven the text is; 0: not at all.")
-@click.option("--stretch", type=float, help="Mean length of an easy or hard passage.")
-@click.option(
-    "--insight", type=UNIT, help="Share of acceptance that the drafter's confidence explains."
-)
-@click.option("--ipc", type=float, help="Milliseconds per message.")
-@click.option("--contention", type=float, help="Slowdown of T_v beside drafting; 0.1: a tenth.")
-@click.option(
-    "--exchanges",
-    type=click.IntRange(min=0),
-    help="Exchanges per pass of a target over ranks: two a layer, or one a rank if pipelined.",
-)
-@click.option("--exchange-bytes", type=float, help="What each carries per token.")
-@click.option("--link-ms", type=float, help="Latency of each.")
-@click.option("--link-mbytes-per-s", type=float, help="Bandwidth of the link; 0 is any.")
-@click.option("--jitter", type=UNIT, help="Spread of every duration.")
-@click.option(
-    "--whole-tree", is_flag=True, default=None, help="Wait for whole trees, as in the paper."
-)
-@click.option("--tokens", "-m", type=click.IntRange(min=2), help="Length of the answer.")
+@more_settings(MORE)
 @click.option("--seed", type=click.IntRange(min=0))
 @click.option("--num-draft-tokens", type=click.IntRange(1, 64), help="Also try this K, fixed.")
 @click.option("--branches", type=click.IntRange(1, 256), help="Also try this B, fixed.")
@@ -74,7 +58,8 @@ def command(file: Path | None, preset: str | None, **options: Any) -> None:
     """  # fmt: skip
     as_json, sweep = options.pop("as_json"), options.pop("sweep")
     asked = _take_strategy(options)
-    given = {name: value for name, value in options.items() if value is not None}
+    given = read_more(options.pop("more"), MORE)
+    given |= {name: value for name, value in options.items() if value is not None}
     scenario = scenarios.scenario_of(file, preset, given)
     _run(scenario, asked, sweep=sweep, as_json=as_json)
 

@@ -380,5 +380,5 @@ def _describe_lack(name: str, needed: int, most: int) -> str:
     return (
         f"the model {name!r} needs about {needed / 1e9:.1f} GB of memory, and at most "
         f"{max(0, most) / 1e9:.1f} GB can be had for it, even without the other models "
-        "(--memory-bytes)"
+        "(memory_bytes)"
     )

@@ -1,8 +1,15 @@
-"""Flags in groups, as `--help` lists them."""
+"""Flags in groups, as `--help` lists them; `--set` for the settings that have no flag."""
 
-from typing import Any
+import contextlib
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import click
+
+from protocol.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ORDER = (
     "Prompt",
@@ -45,3 +52,38 @@ class Command(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+
+
+def more_settings(names: Collection[str], group: str = "Options") -> Callable[[F], F]:
+    """Add `--set NAME=VALUE` for these settings; `read_more` reads what was given."""
+    return click.option(
+        "--set",
+        "more",
+        cls=Option,
+        group=group,
+        multiple=True,
+        metavar="NAME=VALUE",
+        help=f"Another setting (repeatable): {', '.join(names)}.",
+    )
+
+
+def read_more(pairs: Sequence[str], names: Collection[str]) -> dict[str, Any]:
+    """Read the settings that `--set` gave: numbers, lists of them by commas, booleans and words.
+
+    Raises:
+        UsageError: one has no value, or a name that is not among `names`.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or name not in names:
+            raise UsageError(f"--set {pair!r}: give NAME=VALUE with one of {', '.join(names)}")
+        values[name] = _read_value(text)
+    return values
+
+
+def _read_value(text: str) -> Any:
+    for form in (text, f"[{text}]" if "," in text else text):
+        with contextlib.suppress(ValueError):
+            return json.loads(form)
+    return text

@@ -1,13 +1,13 @@
 """Flags that several commands share: what a stack is made of, and how tokens are drawn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 import msgspec
 
-from launch.settings.flags import Option
+from launch.settings.flags import Option, more_settings, read_more
 from launch.settings.settings import StackSettings, stack_settings
 from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
@@ -15,8 +15,6 @@ from protocol.messages import Acceptance, Sampling
 from protocol.settings import (
     BACKENDS,
     COMPUTE_UNITS,
-    DRAFT_WEIGHTS,
-    METAL_KERNELS,
     PREFILLS,
     RANK_BACKENDS,
     LogLevel,
@@ -27,13 +25,31 @@ _DEFAULTS = StackSettings()
 _MIB = 1024**2
 _DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
 
+WITHOUT_FLAG = (
+    "draft_weights",
+    "kv_bytes",
+    "max_body_bytes",
+    "max_prompt_tokens",
+    "max_waiting",
+    "memory_bytes",
+    "metal_kernels",
+    "rank_python",
+    "rate_limit",
+    "strict",
+)
+"""Settings of a stack that few need: in `ssd.toml`, in the environment, or by `--set`."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def settings_of(**flags: Any) -> StackSettings:
-    """The settings in force, given these flags; None is a flag that was not given."""
-    return stack_settings({key: value for key, value in flags.items() if value is not None})
+def settings_of(*, more: Sequence[str] = (), **flags: Any) -> StackSettings:
+    """The settings in force, given these flags; None is a flag that was not given.
+
+    `more` is what `--set` gave.
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    return stack_settings({**read_more(more, WITHOUT_FLAG), **given})
 
 
 def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:
@@ -51,13 +67,14 @@ def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:
     return option
 
 
-def settings_from_flags(values: dict[str, Any], kind: type[S]) -> S:
-    """Settings of a process; raises UsageError naming the flag that is wrong."""
+def settings_from_flags(values: dict[str, Any], kind: type[S], more: Sequence[str] = ()) -> S:
+    """Settings of a process, `more` of them by `--set`; raises UsageError naming what is wrong."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         name, space, rest = describe(error).partition(" ")
-        raise UsageError(f"--{name.replace('_', '-')}{space}{rest}") from error
+        flag = f"--set {name}" if name in more else f"--{name.replace('_', '-')}"
+        raise UsageError(f"{flag}{space}{rest}") from error
 
 
 def _group(name: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
@@ -97,7 +114,8 @@ def _format_default(value: object) -> str:
 
 def stack_options() -> Callable[[F], F]:
     """What a stack is made of."""
-    return _all_of(_model_options(), _process_options(), _rank_options())
+    more = more_settings(WITHOUT_FLAG, "Processes")
+    return _all_of(_model_options(), _process_options(), more, _rank_options())
 
 
 def _all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -125,8 +143,6 @@ def _model_options() -> Callable[[F], F]:
                  metavar="KEY"),
         _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
         _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
-        _setting("--draft-weights", "Precision of an MLX drafter's weights; auto: int8 on a CPU.",
-                 click.Choice(DRAFT_WEIGHTS)),
         _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
                  click.Choice(PREFILLS)),
     )  # fmt: skip
@@ -143,8 +159,6 @@ def _rank_options() -> Callable[[F], F]:
                  "CUDA, else ring.", click.Choice(RANK_BACKENDS)),
         _setting("--split", "Pipeline the layers: how many per rank; auto: by memory and speed.",
                  metavar="N,N,...|auto"),
-        _setting("--rank-python", "Python on the other machines. Left out: the same path as here.",
-                 metavar="PATH"),
     )  # fmt: skip
 
 
@@ -154,19 +168,13 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
-        _setting("--metal-kernels", "Kernels for verifying a few tokens at once on Apple's GPUs; "
-                 "auto: where faster.", click.Choice(METAL_KERNELS)),
         _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
-        _setting("--max-waiting", "Queued requests before more are refused; 0: any number.",
-                 count),
         _setting("--prefill-step-size", "Most prompt tokens per prefill chunk; on CUDA four times "
                  "as many while nothing else waits.", positive),
         _setting("--prompt-cache-size", "Finished sequences kept as prefix cache.", count),
         _setting("--prompt-cache-bytes", "Most memory for the prefix cache, per model.", count),
         _setting("--prompt-cache-file", "Keep the target's prefix cache here over restarts.",
                  metavar="FILE"),
-        _setting("--kv-bytes", "Most memory for running requests' KV; 0: half of what is free.",
-                 count),
         _setting("--parse-special", "Read special tokens in the text of messages as such: whoever "
                  "wrote it can end a turn.", is_flag=True),
         _setting("--log-level", "Log level of all processes (see `ssd logs`).",
@@ -186,12 +194,6 @@ def http_options() -> Callable[[F], F]:
                  "separated by commas."),
         _setting("--allowed-origins", "Web pages that may use it from a browser, "
                  "separated by commas; * is all."),
-        _setting("--max-body-bytes", "Largest request.", click.IntRange(min=1)),
-        _setting("--strict", "Refuse requests with fields that are not known here.", is_flag=True),
-        _setting("--rate-limit", "Requests a minute from one address; 0: any number.",
-                 click.IntRange(min=0)),
-        _setting("--max-prompt-tokens", "Longest prompt; 0: what the context holds.",
-                 click.IntRange(min=0)),
         _setting("--preset", "Sampling of requests that do not set it.", click.Choice(PRESETS)),
     )  # fmt: skip
 
@@ -204,8 +206,6 @@ def several_models_options() -> Callable[[F], F]:
                  "or a folder of model folders.", metavar="PATH"),
         _setting("--idle-unload", "Seconds after which an idle model is unloaded; 0: never.",
                  click.FloatRange(min=0), metavar="SECONDS"),
-        _setting("--memory-bytes", "Most memory for all models; 0: what the machine has free.",
-                 click.IntRange(min=0)),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def read_prompts(settings: DistillSettings) -> list[TokenPrompt]:
         raise UsageError(f"the prompts {settings.prompts!r} cannot be read: {error}") from error
     fitting = [p for p in prompts if 0 < len(p.tokens) <= settings.length - _ROOM]
     if not fitting:
-        raise UsageError(f"no prompt leaves room for an answer; raise --length {settings.length}")
+        raise UsageError(f"no prompt leaves room for an answer; raise length={settings.length}")
     return fitting
 
 

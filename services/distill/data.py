@@ -91,7 +91,7 @@ class Shards:
         texts = Texts(np.concatenate(tokens), np.concatenate(kinds), rows)
         texts = texts.where((texts.kinds == ANSWER).any(axis=1))
         if not texts.rows:
-            raise ModelError("the target generated no answer; allow more data or a longer --length")
+            raise ModelError("the target generated no answer; allow more data or a longer length")
         return texts
 
     def _path(self, number: int, ending: str) -> Path:
@@ -102,7 +102,7 @@ def join_texts(parts: list[Texts]) -> Texts:
     """The texts of several runs; raises UsageError if their sequences differ in length."""
     lengths = {part.tokens.shape[1] for part in parts}
     if len(lengths) > 1:
-        raise UsageError(f"the texts have sequences of different --length: {sorted(lengths)}")
+        raise UsageError(f"the texts have sequences of different length: {sorted(lengths)}")
     return Texts(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.kinds for part in parts]),
@@ -122,5 +122,5 @@ def split_texts(texts: Texts, share: float, temperatures: int) -> tuple[Texts, T
         # Too few texts for shares: the last one is held out, if there is another.
         held = np.arange(len(texts.rows)) == len(texts.rows) - 1
     if held.all():
-        raise UsageError("there is only one sequence; raise --data-tokens or --data-minutes")
+        raise UsageError("there is only one sequence; raise data_tokens or data_minutes")
     return texts.where(~held), texts.where(held)

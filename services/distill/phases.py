@@ -148,7 +148,7 @@ def _training_budget(settings: DistillSettings, control: RunControl, trained_s: 
 def _check_minutes(settings: DistillSettings) -> None:
     if not settings.steps and settings.data_minutes >= settings.minutes and not settings.texts:
         raise UsageError(
-            f"--data-minutes {settings.data_minutes:g} leave nothing of --minutes "
+            f"data_minutes {settings.data_minutes:g} leave nothing of --minutes "
             f"{settings.minutes:g} for training; --minutes is for the whole run"
         )
 
@@ -215,7 +215,7 @@ def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDes
     if settings.reads_target is None:
         return None
     if settings.on_policy:
-        raise UsageError("--on-policy cannot be had with --reads-target")
+        raise UsageError("on_policy cannot be had with --reads-target")
     total: int = config["num_hidden_layers"]
     layers = settings.tapped_layers or spread_layers(total)
     return ReaderDescription(layers, config["hidden_size"], way=settings.reads_target)

@@ -47,7 +47,7 @@ def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
     """
     if given:
         if max(given) >= total or len(set(given)) < len(given):
-            raise UsageError(f"--init-layers must name different layers from 0 to {total - 1}")
+            raise UsageError(f"init_layers must name different layers from 0 to {total - 1}")
         return given
     if count > total:
         raise UsageError(f"the target has {total} layers; the drafter cannot have {count}")
@@ -83,7 +83,7 @@ def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[
     if mlp:
         width = config.get("intermediate_size")
         if not isinstance(width, int) or not mlp <= width:
-            raise UsageError(f"--mlp must be between 1 and the target's {width} columns")
+            raise UsageError(f"mlp must be between 1 and the target's {width} columns")
         config["intermediate_size"] = mlp
     return config
 
@@ -188,7 +188,7 @@ def new_student(
     except Exception as error:
         raise ModelError(
             f"layers {chosen} of the target do not make a model of their own "
-            f"({type(error).__name__}: {error}); choose others with --init-layers"
+            f"({type(error).__name__}: {error}); choose others with init_layers"
         ) from error
     inherited = _inherit(target, chosen, config.get("intermediate_size"))
     if hasattr(module, "sanitize"):
@@ -261,7 +261,7 @@ def _check_shapes(wanted: Weights, inherited: Weights) -> None:
         if name not in inherited or inherited[name].shape != array.shape:
             raise ModelError(
                 f"the target's layers do not fit the drafter at {name!r}; "
-                "choose layers of one kind with --init-layers, and no --mlp"
+                "choose layers of one kind with init_layers, and no mlp"
             )
 
 

@@ -292,7 +292,7 @@ def _finite(loss: mx.array) -> float:
     value = number(loss)
     if not math.isfinite(value):
         raise RuntimeFailure(
-            f"the loss became {value}; lower --learning-rate and resume from the last checkpoint"
+            f"the loss became {value}; lower learning_rate and resume from the last checkpoint"
         )
     return value
 

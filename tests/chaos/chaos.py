@@ -123,7 +123,9 @@ def _flags(options: dict[str, Any]) -> list[str]:
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
+        if name == "more":
+            flags += [word for pair in value for word in ("--set", pair)]
+        elif isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             flags += [f"--{flag}", str(value)]

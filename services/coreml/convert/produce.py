@@ -69,7 +69,7 @@ def _below_threshold(settings: ConvertSettings, found: ConvertResult) -> ParityE
     least = min(one.greedy for one in compared)
     return ParityError(
         f"the package agrees with {settings.model!r} on {least:.3f} of the "
-        f"tokens, below --threshold {settings.threshold:g}; nothing was written"
+        f"tokens, below threshold {settings.threshold:g}; nothing was written"
     )
 
 

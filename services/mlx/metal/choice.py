@@ -93,7 +93,7 @@ def use_kernels(model: Any, mode: MetalKernels) -> None:
     if mode == "auto" and has_accelerators():
         _in_use.note = (
             f"not used on {_device_name()}, whose GPU multiplies matrices in units of its own; "
-            "`--metal-kernels on` uses them"
+            "`metal_kernels=on` uses them"
         )
         _log.info("kernels for few rows: %s", _in_use.note)
         return

@@ -13,7 +13,7 @@ from protocol.errors import UsageError
 
 
 def ssd_simulate(*arguments: str) -> Result:
-    return CliRunner().invoke(command, [*arguments, "-m", "150"], catch_exceptions=True)
+    return CliRunner().invoke(command, [*arguments, "--set", "tokens=150"], catch_exceptions=True)
 
 
 def test_every_preset_is_complete() -> None:

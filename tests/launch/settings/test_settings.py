@@ -8,12 +8,15 @@ import click
 import msgspec
 import pytest
 
-from launch.commands import generate
+from launch.commands import convert, distill, generate
+from launch.settings.flags import read_more
 from launch.settings.machine import share_cores
-from launch.settings.options import stack_options
+from launch.settings.options import WITHOUT_FLAG, settings_of, stack_options
 from launch.settings.paths import cache_dir, run_base
 from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
+from protocol.jobs.convert import ConvertSettings
+from protocol.settings import DistillSettings
 from tests.chaos.chaos import _flags
 
 
@@ -67,7 +70,7 @@ def test_flags_win_over_environment_over_file_over_default(
     "flags",
     [
         [],
-        ["--draft-lines", "--draft-command", "python -m mine", "--max-waiting", "0"],
+        ["--draft-lines", "--draft-command", "python -m mine", "--set", "max_waiting=0"],
     ],
     ids=" ".join,
 )
@@ -222,3 +225,23 @@ def test_what_follows_two_dashes_is_no_flag() -> None:
     """A prompt may look like one."""
     context = generate.command.make_context("generate", ["--", "--branches"])
     assert context.params["text"] == "--branches"
+
+
+def test_a_setting_without_a_flag_is_given_by_name() -> None:
+    """Values have their types; an unknown name and one without a value are errors that say so."""
+    given = settings_of(more=["max_waiting=3", "strict=true", "draft_weights=float"], port=1)
+    assert (given.max_waiting, given.strict, given.draft_weights, given.port) == (
+        3,
+        True,
+        "float",
+        1,
+    )
+    assert all(name in StackSettings.__struct_fields__ for name in WITHOUT_FLAG)
+    names = ("length", "temperatures")
+    read = read_more(["length=48", "temperatures=0,0.7"], names)
+    assert read == {"length": 48, "temperatures": [0, 0.7]}
+    for wrong in ("model=x", "max_waiting", "max_waiting=many"):
+        with pytest.raises(UsageError, match=wrong.partition("=")[0]):
+            settings_of(more=[wrong])
+    for kind, more in ((DistillSettings, distill.MORE), (ConvertSettings, convert.MORE)):
+        assert set(more) <= set(kind.__struct_fields__)

@@ -223,7 +223,7 @@ def test_a_call_that_hangs_ends_the_process() -> None:
 
 
 def run_verb(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    shapes = ("--context", 128, "--branches", 8, "--chunk", 16, "--tokens", 12)
+    shapes = ("--context", 128, "--set", "branches=8", "--set", "chunk=16", "--set", "tokens=12")
     command = [sys.executable, "-m", "launch.cli", "convert", *map(str, arguments + shapes)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
@@ -236,7 +236,7 @@ def test_the_verb_converts_compares_and_records(tmp_path: Path) -> None:
     out = tmp_path / "made"
     done = run_verb(
         "--model", source_folder("llama"), "--target", source_folder("qwen3"), "--out", out,
-        "--all-routes", "--json",
+        "--set", "all_routes=true", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
@@ -274,10 +274,10 @@ def test_below_the_threshold_nothing_is_written(tmp_path: Path) -> None:
     out = tmp_path / "made"
     done = run_verb(
         "--model", source_folder("llama"), "--out", out, "--compression", "palette4",
-        "--threshold", 1.0,
+        "--set", "threshold=1.0",
     )  # fmt: skip
     assert done.returncode == 6, done.stderr
-    assert "below --threshold 1" in done.stderr
+    assert "below threshold 1" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,11 @@ from services.distill import checkpoint
 from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
 
-SMALL = ("--length", "32", "--user-tokens", "4", "--data-batch", "16", "--batch", "8")
+SMALL = tuple(
+    part
+    for pair in ("length=32", "user_tokens=4", "data_batch=16", "batch=8")
+    for part in ("--set", pair)
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def ssd_distill(*arguments: object) -> tuple[int, str, str]:
 def test_interrupted_resumed_and_judged(target: Path, tmp_path: Path) -> None:
     """Ctrl-C in mid-training saves; the same command finishes; --evaluate judges on prompts."""
     out = tmp_path / "out"
-    endless = ("--target", target, "--out", out, *SMALL, "--data-tokens", "600")
+    endless = ("--target", target, "--out", out, *SMALL, "--set", "data_tokens=600")
     log = tmp_path / "log"
     with log.open("w") as stderr:
         process = start(*endless, "--steps", "100000", stderr=stderr)
@@ -77,7 +81,7 @@ def test_interrupted_resumed_and_judged(target: Path, tmp_path: Path) -> None:
 
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "the quick fox", "category": "chat", "id": 7}\n')
-    judged = ("--evaluate", out, "--target", target, "--prompts", prompts, "--length", "48")
+    judged = ("--evaluate", out, "--target", target, "--prompts", prompts, "--set", "length=48")
     code, text, err = ssd_distill(*judged, "--json")
     assert code == 0, err
     figures = json.loads(text)["figures"]
@@ -91,7 +95,16 @@ def test_prompts_of_ones_own(target: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"lazy dog {n}"}) for n in range(12)]
     prompts.write_text("\n".join(lines))
     out = tmp_path / "out"
-    options = ("--data-tokens", "100000", "--steps", "3", "--prompts", prompts, "--length", "40")
+    options = (
+        "--set",
+        "data_tokens=100000",
+        "--set",
+        "steps=3",
+        "--prompts",
+        prompts,
+        "--set",
+        "length=40",
+    )
     code, _, err = ssd_distill("--target", target, "--out", out, *SMALL, *options)
     assert code == 0, err
     assert "every prompt was answered" in err
@@ -141,7 +154,7 @@ def not_json(folder: Path) -> None:
         (not_json, [], 3, "not JSON"),
         (None, ["--layers", "7"], 2, "has 3 layers"),
         (None, ["--prompts", "/none.jsonl"], 2, "cannot read the prompts file"),
-        (None, ["--length", "3"], 2, "length"),
+        (None, ["--set", "length=3"], 2, "length"),
         (None, ["--out", "/proc/none"], 2, "cannot write"),
         (None, ["--evaluate", "/proc"], 2, "either --out"),
     ],
@@ -153,7 +166,7 @@ def test_bad_input_is_one_sentence(
     folder = write_tiny_model(tmp_path / "t", "llama")
     if spoil is not None:
         spoil(folder)
-    given = ["--target", folder, "--out", tmp_path / "out", *SMALL, "--data-tokens", "100"]
+    given = ["--target", folder, "--out", tmp_path / "out", *SMALL, "--set", "data_tokens=100"]
     found, _, err = ssd_distill(*given, *options)
     assert found == code
     assert words in err

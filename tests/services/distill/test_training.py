@@ -186,7 +186,7 @@ def test_minutes_are_for_the_whole_run(
 def test_the_texts_must_leave_time_for_training(target: Path, tmp_path: Path) -> None:
     """As many minutes for the texts as for the run are refused before anything is loaded."""
     settings = settings_for(target, tmp_path / "out", minutes=3, data_minutes=3, steps=0)
-    with pytest.raises(UsageError, match=r"--data-minutes 3 leave nothing of --minutes 3"):
+    with pytest.raises(UsageError, match=r"data_minutes 3 leave nothing of --minutes 3"):
         distill(settings, Quiet())
 
 
@@ -266,7 +266,7 @@ def test_texts_of_other_runs(done: Run, target: Path, tmp_path: Path) -> None:
     learned = join_texts(parts)
     assert len(learned.rows) == sum(len(part.rows) for part in parts)
     assert report["validation_sequences"] == len(split_texts(learned, 0.1, 4)[1].rows)
-    with pytest.raises(UsageError, match="different --length"):
+    with pytest.raises(UsageError, match="different length"):
         join_texts(
             [parts[0], Texts(parts[1].tokens[:, :16], parts[1].kinds[:, :16], parts[1].rows)]
         )

@@ -205,7 +205,7 @@ def test_gpus_with_accelerators_are_left_to_mlx(
     use_kernels(model, "auto")
     assert not mac.launches
     assert "Apple M5 Max" in choice.report().note
-    assert "--metal-kernels on" in choice.report().note
+    assert "metal_kernels=on" in choice.report().note
     use_kernels(model, "on")
     assert _our_layers(model) == 8
 
