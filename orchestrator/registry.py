@@ -131,11 +131,6 @@ class Registry:
         verifier = self.peers.get("verifier")
         return verifier.hello.kv_tokens if verifier is not None else 0
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether verifier and drafter both take trees of draft tokens."""
-        return len(self.peers) > 1 and all(peer.hello.takes_trees for peer in self.peers.values())
-
     def is_outdated(self, peer: Peer) -> bool:
         """Whether a younger process has this service's place already."""
         current = self.peers.get(peer.hello.role)

@@ -383,7 +383,7 @@ class Orchestrator:
 
     def _count_streams(self) -> None:
         running = self._requests.running
-        self._estimates.batch.streams = max(1, self._requests.counts[0])
+        self._estimates.streams = max(1, self._requests.counts[0])
         self._registry.draws = any(request.draws for request in running.values())
 
     def _check_deadlines(self) -> None:

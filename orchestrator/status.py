@@ -71,13 +71,8 @@ class StatusReporter:
             degraded=self._list_problems(),
             lookup_only=registry.lookup_only,
             window=requests.recent(now),
-            planner=describe_planner(
-                Planner("ssd", self._estimates), now, takes_trees=registry.takes_trees
-            ),
-            sequences=[
-                _describe_request(request, now, takes_trees=registry.takes_trees)
-                for request in running
-            ],
+            planner=describe_planner(Planner("ssd", self._estimates), now),
+            sequences=[_describe_request(request, now) for request in running],
         )
 
     def _list_problems(self) -> list[str]:
@@ -105,25 +100,23 @@ class StatusReporter:
         )
 
 
-def describe_planner(planner: Planner, now: float, *, takes_trees: bool) -> PlannerState:
+def describe_planner(planner: Planner, now: float) -> PlannerState:
     """What this planner would do in the next round; `now` on the monotonic clock."""
     switch = planner.estimates.switch(planner.mode)
     speculating = planner.should_speculate
     plain = planner.report_plain(now)
-    longest = planner.sequential_length if planner.mode == "sd" else planner.depth
     return PlannerState(
         mode=planner.mode,
         speculating=speculating,
-        num_draft_tokens=longest if speculating else 0,
+        num_draft_tokens=planner.depth if speculating else 0,
         branches=planner.branches if speculating and planner.mode == "ssd" else 0,
-        siblings=planner.siblings if speculating and takes_trees else 0,
-        speculative_tok_s=switch.report_speculative_tok_s(now) if switch is not None else 0.0,
+        speculative_tok_s=switch.speculative_tok_s if switch is not None else 0.0,
         plain_tok_s=plain.tok_s,
         plain_age_s=plain.age_s,
     )
 
 
-def _describe_request(request: Request, now: float, *, takes_trees: bool) -> SequenceStatus:
+def _describe_request(request: Request, now: float) -> SequenceStatus:
     sequence, recorder = request.sequence, request.sequence.recorder
     return SequenceStatus(
         sequence=sequence.number,
@@ -136,7 +129,7 @@ def _describe_request(request: Request, now: float, *, takes_trees: bool) -> Seq
         tok_s=recorder.tok_s,
         acceptance_rate=ratio(recorder.accepted, recorder.drafted),
         hit_rate=ratio(recorder.hits, recorder.hits + recorder.misses),
-        planner=describe_planner(sequence.planner, now, takes_trees=takes_trees),
+        planner=describe_planner(sequence.planner, now),
     )
 
 

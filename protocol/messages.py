@@ -480,17 +480,14 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True, omit_defaults=T
     siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
     """How many candidates are wanted beside the best one, wherever a token is drafted. They
     cost the drafter no forward pass."""
-    grown_siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
-    """How many of these candidates, of all branches together, are continued at each depth, the
-    likeliest first. The best one of each branch is continued anyway."""
 
 
 class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=True):
     """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
 
     Answer: DraftTree with the single branch (accepted, pending), one per depth. With a count of 0
-    there is no answer: it ends a draft that nobody waits for any more, or has the drafter take in
-    tokens before it is asked for a draft; what it foresaw of them it says with its next tree.
+    there is no answer: it ends a draft that is not waited for any more, or has the drafter take in
+    tokens before it is asked for a draft.
     """
 
     sequence: int
@@ -501,9 +498,8 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=Tr
     accepted: Annotated[int, msgspec.Meta(ge=0)]
     count: Annotated[int, msgspec.Meta(ge=0)]
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """See `Prepare`, as for the next two."""
+    """See `Prepare`, as for the next one."""
     siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
-    grown_siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
 
 
 class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=True):
@@ -534,11 +530,6 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=Tr
     """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: Milliseconds
     """Time the drafter worked for this message."""
-    replayed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """In the first answer to a message that brought many committed tokens: of how many of these it
-    looked whether it would have drafted them; 0: of none."""
-    foreseen: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """How many of them it would have."""
     last: bool = False
     at_ns: int = 0
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
@@ -621,8 +612,8 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Most draft tokens per round that the planner may choose; 0: any number."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
-    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
-    """Draft tokens of the trees that are verified; 0 and 1 mean chains; None: what pays."""
+    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
+    """Draft tokens of the trees that are verified; 0 and 1: chains."""
     verify_ahead: bool | None = None
     """Whether prepared rounds begin before the orchestrator has read an outcome; None: if that
     pays."""
@@ -784,11 +775,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """How often the outcome was the i-th best candidate that was prepared for its length."""
-    offered_by_rank: list[int] = []
-    """Of drafts that were ready: places where the drafter's first, second, ... choice is known and
-    those before it were not the target's token."""
-    chosen_by_rank: list[int] = []
-    """How many of these places it was the target's token at."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 
@@ -897,8 +883,6 @@ class PlannerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Longest draft that would be verified; 0 for plain decoding."""
     branches: int = 0
     """Branches that would be prepared (B); 0 where none are."""
-    siblings: int = 0
-    """Runners-up beside each draft token that may be verified, too; 0 where chains pay more."""
     speculative_tok_s: float = 0.0
     """Speed of recent speculative rounds, per request; 0 if there were none lately."""
     plain_tok_s: float = 0.0

@@ -43,9 +43,6 @@ _WORDS = {
     "round": "one verification by the target",
     "efficiency": "tokens per second over what these rounds would give if nothing were ever "
     "waited for (Theorem 7 of the paper); what is missing is messages and waiting",
-    "of trees": "the same over what the best trees of guesses would give in rounds that had one "
-    "ready; what is missing besides is trees that were shallower, smaller, or chosen otherwise",
-    "all ready": "tokens per second if every outcome had been prepared, with the best trees",
 }
 
 
@@ -116,8 +113,7 @@ def _speeds(result: BenchFile) -> str:
         "resampling prompts. Speed leaves out the time to the first token.</p>"
     )
     head = ("", "tok/s", "quartiles", "x plain", "95 %", "first token, ms", "accepted",
-            "tokens/round", "hits", "hidden", "messages", "efficiency", "of trees",
-            "all ready")  # fmt: skip
+            "tokens/round", "hits", "hidden", "messages", "efficiency")  # fmt: skip
     rows = [(name, *_row(s)) for name, s in result.summary.items()]
     return note + speeds(result) + _table(head, rows)
 
@@ -126,11 +122,10 @@ def _row(s: ModeSummary) -> list[str]:
     interval = f"{s.ci95.low:.2f} - {s.ci95.high:.2f}" if s.ci95 else "-"
     quartiles = f"{s.iqr.low:.1f} - {s.iqr.high:.1f}"
     shares = (s.acceptance_rate, s.mean_acceptance_length, s.hit_rate, s.overlap_ratio, s.ipc_share,
-              s.efficiency, s.tree_efficiency)  # fmt: skip
+              s.efficiency)  # fmt: skip
     ratio = "-" if s.speedup_vs_ar is None else f"{s.speedup_vs_ar:.2f}"
     texts = ["-" if share is None else f"{share:.2f}" for share in shares]
-    ready = "-" if s.ready_bound_tok_s is None else f"{s.ready_bound_tok_s:.1f}"
-    return [f"{s.median:.1f}", quartiles, ratio, interval, f"{s.ttft_ms:.0f}", *texts, ready]
+    return [f"{s.median:.1f}", quartiles, ratio, interval, f"{s.ttft_ms:.0f}", *texts]
 
 
 def _prompts(result: BenchFile) -> str:

@@ -122,13 +122,6 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Theorem 7 with these rounds' hits, lengths and verification times."""
     efficiency: float | None = None
     """tok/s of all runs together over that bound."""
-    tree_bound_tok_s: float | None = None
-    """The same if each round whose draft was ready had verified the best tree (`bound`); None if
-    no tree was verified."""
-    tree_efficiency: float | None = None
-    """tok/s of all runs together over that bound."""
-    ready_bound_tok_s: float | None = None
-    """The same if every draft had been ready: what is above `tree_bound_tok_s` goes to misses."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
 def table(runs: list[Run], plain: Run) -> Table:
     """One row per way to decode."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ("", "tok/s", "x ar", "bound", "eff.", "trees", "hits", "accepted", "nodes", "len",
+    columns = ("", "tok/s", "x ar", "bound", "eff.", "hits", "accepted", "nodes", "len",
                "hidden", "plain")  # fmt: skip
     for name in columns:
         result.add_column(name, justify="right" if name else "left")
@@ -76,7 +76,6 @@ def table(runs: list[Run], plain: Run) -> Table:
             f"{run.tok_s / plain.tok_s:.2f}",
             f"{run.bound_tok_s:.1f}",
             f"{run.efficiency:.2f}",
-            f"{run.tree_efficiency:.2f}" if run.statistics.tree_rounds else "-",
             f"{s.hit_rate:.2f}" if looked_up else "-",
             f"{s.acceptance_rate:.2f}" if s.drafted else "-",
             f"{s.drafted / s.rounds:.1f}",
@@ -88,8 +87,8 @@ def table(runs: list[Run], plain: Run) -> Table:
 
 
 LEGEND = (
-    "bound: Theorem 7 with this run's hits, lengths and times; eff.: tok/s over it; trees: tok/s "
-    "over the bound with the best trees; nodes: draft tokens verified per round; len: tokens per "
+    "bound: Theorem 7 with this run's hits, lengths and times; eff.: tok/s over it; "
+    "nodes: draft tokens verified per round; len: tokens per "
     "round; hidden: drafting under verification; plain: share of rounds without a draft"
 )
 
@@ -114,8 +113,7 @@ def verdict(comparison: Comparison) -> str:
     """The planner beside the best fixed pair, in a sentence."""
     best = comparison.best_fixed
     sentence = (
-        f"adaptive {comparison.adaptive.tok_s:.1f} tok/s, {comparison.against_plain:.2f} x ar, "
-        f"{comparison.against_chains:.2f} x the same with chains"
+        f"adaptive {comparison.adaptive.tok_s:.1f} tok/s, {comparison.against_plain:.2f} x ar"
     )
     if best is None:
         return f"{sentence}."
@@ -134,10 +132,9 @@ def as_json(scenario: Scenario, runs: list[Run], comparison: Comparison) -> byte
             "simulated": True,
             "scenario": scenario,
             "runs": [{"label": run.strategy.label, **msgspec.to_builtins(run),
-                      "efficiency": run.efficiency, "tree_efficiency": run.tree_efficiency}
+                      "efficiency": run.efficiency}
                      for run in runs],
             "speedup_vs_ar": comparison.against_plain,
-            "speedup_vs_chains": comparison.against_chains,
             "best_fixed": best.strategy if best else None,
             "adaptive_over_best_fixed": comparison.against_fixed if best else None,
         }

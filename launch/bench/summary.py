@@ -8,13 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from launch.bench.result import BenchRun, Interval, ModeSummary
-from orchestrator.learning.latency import VerifyLatency
-from orchestrator.simulation.bound import (
-    Rounds,
-    estimate_ranks,
-    tree_bound_tok_s,
-    upper_bound_tok_s,
-)
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from protocol.messages import Statistics
 
 PLAIN = "ar"
@@ -136,41 +130,11 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
 
 
 def _bounds(told: Sequence[Statistics], tok_s: float) -> dict[str, float | None]:
-    """Theorem 7 with the measured hits, lengths and verification times of these answers, and the
-    same with the best trees, if any were verified."""
+    """Theorem 7 with the measured hits, lengths and verification times of these answers."""
     hit, miss = _add_rounds(told)
     waited_ms = sum(s.draft_wait_ms for s in told)
     bound = upper_bound_tok_s(hit, miss, waited_ms)
-    bounds = {"bound_tok_s": bound or None, "efficiency": tok_s / bound if bound else None}
-    if not any(s.tree_rounds for s in told):
-        return bounds
-    ranks = estimate_ranks(
-        _add([s.offered_by_rank for s in told]), _add([s.chosen_by_rank for s in told])
-    )
-    passes = measure_passes(told)
-    best = tree_bound_tok_s(hit, miss, waited_ms, ranks=ranks, verify_ms=passes)
-    return bounds | {
-        "tree_bound_tok_s": best,
-        "tree_efficiency": tok_s / best if best else None,
-        "ready_bound_tok_s": tree_bound_tok_s(hit, Rounds(), 0.0, ranks=ranks, verify_ms=passes)
-        or None,
-    }
-
-
-def measure_passes(told: Sequence[Statistics]) -> list[float]:
-    """T_v(1), T_v(2), ... up to the largest pass of these answers, chains' and trees'.
-
-    Medians over answers of each answer's median; between sizes that were measured, straight lines.
-    """
-    found: dict[int, list[float]] = {}
-    for s in told:
-        for name, milliseconds in s.phase_ms.items():
-            kind, _, rows = name.partition("_")
-            if kind == "verify" and rows:
-                found.setdefault(int(rows), []).append(milliseconds)
-    latency = VerifyLatency()
-    latency.expect({rows: median(times) for rows, times in found.items()})
-    return [latency.of(rows) for rows in range(1, max(found, default=0) + 1)]
+    return {"bound_tok_s": bound or None, "efficiency": tok_s / bound if bound else None}
 
 
 def _add_rounds(told: Sequence[Statistics]) -> tuple[Rounds, Rounds]:

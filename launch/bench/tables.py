@@ -17,7 +17,7 @@ def speeds(result: BenchFile) -> Table:
     """One row per category and mode: medians, and the speed relative to plain decoding."""
     table = _empty(
         "", "mode", "tok/s", "quartiles", "x ar", "95 %", "TTFT ms", "accept", "len", "hits",
-        "eff.", "trees",
+        "eff.",
     )  # fmt: skip
     table.columns[1].justify = "left"
     # A label that is cut would not say which mode it is.
@@ -40,7 +40,6 @@ def _cells(s: ModeSummary) -> list[str]:
         _number(s.mean_acceptance_length),
         _number(s.hit_rate),
         _number(s.efficiency),
-        _number(s.tree_efficiency),
     ]
 
 
@@ -51,7 +50,7 @@ def _number(value: float | None) -> str:
 LEGEND = (
     "x ar: median over prompts of the speed over plain decoding's, with its bootstrapped "
     "interval; accept: draft tokens accepted; len: tokens per round; hits: outcomes prepared in "
-    "time; eff.: tok/s over Theorem 7's bound; trees: over the bound with the best trees"
+    "time; eff.: tok/s over Theorem 7's bound"
 )
 
 

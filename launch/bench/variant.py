@@ -1,6 +1,6 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
-Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=1`, `ssd:ahead=0`,
+Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=8`, `ssd:ahead=0`,
 `sd:k=3`, `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
@@ -32,8 +32,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """K; 0 is adaptive."""
     branches: int = 0
     """B; 0 is adaptive."""
-    tree_nodes: int | None = None
-    """Draft tokens of verified trees; 0 and 1 are chains, None is adaptive."""
+    tree_nodes: int = 0
+    """Draft tokens of verified trees; 0 and 1 are chains."""
     verify_ahead: bool | None = None
     """Whether the verifier begins prepared rounds by itself; None: if that pays."""
     acceptance: Acceptance | None = None

@@ -113,7 +113,9 @@ _NOT_HERE = {
 @_speculation(
     "--tree-nodes",
     type=click.IntRange(0, MAX_NODES),
-    help="Draft tokens of verified trees; 0 or 1: chains. Left out: what pays.",
+    default=0,
+    show_default=True,
+    help="Draft tokens of verified trees; 0 or 1: chains.",
 )
 @_speculation(
     "--verify-ahead/--no-verify-ahead",

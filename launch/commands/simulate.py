@@ -69,7 +69,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
     return Strategy(
         num_draft_tokens=options.pop("num_draft_tokens") or 0,
         branches=options.pop("branches") or 0,
-        tree_nodes=options.pop("tree_nodes"),
+        tree_nodes=options.pop("tree_nodes") or 0,
         verify_ahead=options.pop("verify_ahead"),
     )
 
@@ -77,7 +77,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
 def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
     with console.stderr().status("simulating") as status:
         found = compare(scenario, strategy_grid() if sweep else (), status.update)
-        runs = [found.plain, found.sequential, found.chains, found.adaptive]
+        runs = [found.plain, found.sequential, found.adaptive]
         if asked != Strategy():
             runs.append(simulate(scenario, asked))
     if found.best_fixed is not None:

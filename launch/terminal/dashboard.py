@@ -155,8 +155,6 @@ def format_plan(choice: PlannerState) -> str:
     if not choice.speculating:
         return f"plain decoding{measured}"
     width = f", {choice.branches} branches" if choice.branches else ""
-    if choice.siblings:
-        width += f", trees of {choice.siblings} siblings per token"
     return f"speculates, up to {choice.num_draft_tokens} draft tokens{width}{measured}"
 
 
@@ -177,7 +175,6 @@ def _sequences(status: Status) -> RenderableType:
 def _row(seen: SequenceStatus) -> list[str]:
     choice = seen.planner
     width = f" x {choice.branches}" if choice.branches else ""
-    width += " trees" if choice.siblings else ""
     plan = f"{choice.mode} {choice.num_draft_tokens}{width}" if choice.speculating else "plain"
     prompt = str(seen.prompt_tokens)
     if seen.state == "prefill" and seen.computed_tokens:

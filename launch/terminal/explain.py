@@ -45,9 +45,8 @@ def _describe_trees(s: Statistics) -> str:
     if not s.tree_rounds:
         return ""
     return (
-        f" In {_plural(s.tree_rounds, 'round')} the draft was a tree, since further rows cost "
-        f"little or trees were asked for: {_plural(s.branch_tokens, 'token')} came from side "
-        "branches."
+        f" In {_plural(s.tree_rounds, 'round')} the draft was a tree: "
+        f"{_plural(s.branch_tokens, 'token')} came from side branches."
     )
 
 

@@ -10,35 +10,24 @@ _SMOOTHING = 0.1
 """Weight of a new sample in a mean, once there were many."""
 
 
-def smooth(mean: float, sample: float) -> float:
-    """The mean, moved towards a new sample."""
-    return mean + _SMOOTHING * (sample - mean)
-
-
 class Ema:
     """An exponential moving average whose first samples count in full.
 
     Args:
         assumed: the value until there is a sample.
-        smoothing: weight of a new sample, once there were many.
         weight: samples that the assumed value counts for; 0: it gives way to the first one.
     """
 
-    def __init__(
-        self, assumed: float = 0.0, *, smoothing: float = _SMOOTHING, weight: float = 0.0
-    ) -> None:
+    def __init__(self, assumed: float = 0.0, *, weight: float = 0.0) -> None:
         self.value = assumed
-        self._keep = 1.0 - smoothing
-        self._weight = weight
-
-    @property
-    def is_known(self) -> bool:
+        self.is_known = False
         """Whether there was a sample."""
-        return self._weight > 0.0
+        self._weight = weight
 
     def observe(self, sample: float) -> None:
         """Take in one sample."""
-        self._weight = self._keep * self._weight + 1.0
+        self.is_known = True
+        self._weight = (1.0 - _SMOOTHING) * self._weight + 1.0
         self.value += (sample - self.value) / self._weight
 
 
@@ -55,14 +44,10 @@ class DiscountedRatio:
         return self.part / self.whole if self.whole > 0.0 else 0.0
 
     def observe(self, part: float, whole: float = 1.0, *, fade: float = 1.0) -> None:
-        """Take in one pair; what was known keeps the share `fade` of its weight."""
+        """Take in one pair; earlier ones keep the share `fade` of their weight."""
         self.part = fade * self.part + part
         self.whole = fade * self.whole + whole
 
-    def with_prior(self, rate: float, weight: float) -> float:
-        """The ratio if an assumed `rate` counts for a whole of `weight`."""
-        return (self.part + weight * rate) / (self.whole + weight)
-
     def scale(self, weight: float) -> "DiscountedRatio":
-        """The same ratio at another weight."""
+        """Return the same ratio at another weight."""
         return DiscountedRatio(weight * self.part, weight * self.whole)

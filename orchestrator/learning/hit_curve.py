@@ -1,8 +1,8 @@
 """h(F), measured: how often the bonus token is among a drafter's first F candidates.
 
-A bonus token beyond the prepared candidates is known only to be beyond them, so what is
-estimated is the chance that candidate i is the one, given that the i before it are not
-(a hazard, as in survival statistics).
+A bonus token beyond the prepared candidates is only known to be beyond them, so the estimate is
+the chance that candidate i is the one, given that the i before it are not (a hazard, as in
+survival statistics).
 """
 
 from orchestrator.learning.averages import DiscountedRatio
@@ -30,19 +30,14 @@ class HitCurve:
         before = self._prior.hit(rank)
         return (self._prior.hit(rank + 1) - before) / (1.0 - before)
 
-    def observe(self, rank: int | None, prepared: int, *, skipped: int = 0) -> None:
-        """The bonus token was candidate `rank` (0 is the best) of `prepared`, or None of them.
-
-        `skipped` candidates stood before them: siblings of the draft token, which fell with it.
-        """
-        prepared += skipped
-        rank = rank + skipped if rank is not None else None
+    def observe(self, rank: int | None, prepared: int) -> None:
+        """Take in a bonus token: candidate `rank` (0 is the best) of `prepared`, or none."""
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._hazards[index].observe(float(index == rank), fade=_FADE)
         self._missed = [1.0]
 
     def hit(self, candidates: int) -> float:
-        """Probability that the bonus token is among the first `candidates`; 0 for none."""
+        """Return the probability that the bonus token is among the first `candidates`."""
         missed = self._missed
         for rank in range(len(missed) - 1, candidates):
             hazard = self._hazards[rank].value if rank < _RANKS else self._prior_hazard(rank)

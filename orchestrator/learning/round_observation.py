@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from protocol.messages import Mode, Origin
 
 LONGEST_DRAFT = 16
-"""Draft tokens of a round, if nobody says how many there may be."""
+"""Draft tokens of a round, if nothing else limits them."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,10 @@ class RoundObservation:
     verify_ms: float
     idle_ms: float | None
     """Between the verification before and this one; None for a request's first."""
+    beside: bool = True
+    """Whether the drafter worked during the pass."""
     waited_ms: float = 0.0
     """How long its draft was waited for, as far as the orchestrator saw."""
-    longest_draft: int = LONGEST_DRAFT
-    """Draft tokens that a round may have."""
-    chooses_trees: bool = False
-    """Whether it was the planner's choice to ask a drafter for trees or for chains."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
     since_last_ms: float | None = None
@@ -54,74 +52,48 @@ class RoundObservation:
     """Of the draft tokens, as in `sequence.draft`; None is a chain."""
     path: Sequence[int] | None = None
     """The rows of the accepted draft tokens; None: the first ones of a chain."""
-    unverified: Sequence[tuple[float, bool]] = ()
-    """Confidences of siblings that were not verified though their parents stood, and whether
-    they were right."""
-
-    @property
-    def tokens(self) -> int:
-        """Of the chain or tree."""
-        return len(self.confidences) + 1
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Per draft token, its parent's row."""
-        return range(len(self.confidences)) if self.parents is None else self.parents
-
-    @property
-    def late_ms(self) -> float | None:
-        """How long the target verified for others before it; None if nobody asked for the round."""
-        unasked = self.continues_run or self.begun_unasked
-        if self.since_last_ms is None or self.idle_ms is None or unasked:
-            return None
-        own_ms = max(self.idle_ms, self.waited_ms) + self.verify_ms
-        return max(0.0, self.since_last_ms - own_ms)
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether it was of more than a chain."""
-        return list(self.shape) != list(range(len(self.confidences)))
 
     @property
     def depth(self) -> int:
         """Draft tokens of the longest path."""
         depths = [0]
-        for parent in self.shape:
+        for parent in self._shape:
             depths.append(depths[parent] + 1)
         return max(depths)
 
     @property
-    def choices(self) -> list[tuple[list[float], int | None]]:
-        """Along the accepted path, what was drafted behind each row and which of it stood.
-
-        Confidences, likeliest first, and a place among them; None where all fell. Without the
-        last row if nothing was drafted behind it.
-        """
-        behind: dict[int, list[int]] = {}
-        for row, parent in enumerate(self.shape, 1):
-            behind.setdefault(parent, []).append(row)
-        path = list(range(1, self.accepted + 1) if self.path is None else self.path)
-        found: list[tuple[list[float], int | None]] = []
-        for row, following in zip([0, *path], [*path, None], strict=True):
-            rows = behind.get(row, [])
-            if rows:
-                place = rows.index(following) if following is not None else None
-                found.append(([self.confidences[r - 1] for r in rows], place))
-        return found
+    def choices(self) -> list[tuple[float, bool]]:
+        """The drafter's first choices that were judged: confidence, and whether each stood."""
+        first = self._first_children
+        path = self._accepted_path
+        return [
+            (self.confidences[first[row] - 1], first[row] == following)
+            for row, following in zip([0, *path], [*path, None], strict=True)
+            if row in first
+        ]
 
     @property
-    def ranks(self) -> list[tuple[int | None, int]]:
-        """Along the accepted path and behind it, which of the drafter's choices the target's token
-        was, None for none of them, and how many are known; without places where none is."""
-        found = [(chosen, len(confidences)) for confidences, chosen in self.choices]
-        # The bonus token: outcomes are prepared for beside what was drafted there.
-        tried = found.pop()[1] if found and found[-1][0] is None else 0
-        known = tried + self.prepared
-        if known:
-            found.append((None if self.rank is None else tried + self.rank, known))
-        return found
+    def all_stood(self) -> bool:
+        """Whether no draft token followed the last accepted one."""
+        return [0, *self._accepted_path][-1] not in self._first_children
 
     @property
     def rows(self) -> int:
         """Tokens of the pass."""
-        return self.all_tokens or self.tokens
+        return self.all_tokens or len(self.confidences) + 1
+
+    @property
+    def _shape(self) -> Sequence[int]:
+        """Per draft token, its parent's row."""
+        return range(len(self.confidences)) if self.parents is None else self.parents
+
+    @property
+    def _accepted_path(self) -> list[int]:
+        return list(range(1, self.accepted + 1) if self.path is None else self.path)
+
+    @property
+    def _first_children(self) -> dict[int, int]:
+        first: dict[int, int] = {}
+        for row, parent in enumerate(self._shape, 1):
+            first.setdefault(parent, row)
+        return first

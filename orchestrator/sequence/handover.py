@@ -29,12 +29,12 @@ class Handover:
         outcome that comes.
         """
         planner = self._planner
-        if planner.mode != "ssd" or planner.sampled or not planner.should_speculate:
+        if not planner.prepares or planner.sampled or not planner.should_speculate:
             return False
         if planner.verify_ahead is not None:
             return planner.verify_ahead
         known = planner.estimates
-        return known.batch.streams == 1 and known.handover.pays
+        return known.streams == 1 and known.handover.pays
 
     def update(self, current: Round, number: int) -> list[Action]:
         """Hand over what has been planned, and take back what is planned no more.

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.planner import Planner
-from protocol.messages import FinishReason, Origin, Tokens
+from protocol.messages import FinishReason, Tokens
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,13 @@ class Limits:
 
 
 @dataclass
-class RoundLimits:
-    """The answer's limits, both models' limits and the plan's, for one request.
+class RequestLimits:
+    """What one request's answer, its verifier and its drafter allow.
 
     Every `length` counts the tokens of the sequence, prompt and pending token included.
     """
 
     limits: Limits
-    planner: Planner
     prompt_length: int
     has_drafter: bool = False
     drafter_context: int = 0
@@ -81,54 +79,29 @@ class RoundLimits:
         return ""
 
     def cut(self, length: int, emitted: Tokens) -> tuple[int, FinishReason | None]:
-        """How many of these tokens belong to the answer, and why it ends if it does."""
+        """Return how many of these tokens belong to the answer, and why it ends if it does."""
         return self.limits.cut(length, length - self.prompt_length, emitted)
 
-    def can_draft(self, length: int) -> bool:
-        """Whether there is a drafter, and room in its context for one more round."""
-        ahead = length + 2 * self.planner.depth + 1
+    def can_draft(self, length: int, depth: int) -> bool:
+        """Whether there is a drafter, and room in its context for one more round so deep."""
+        ahead = length + 2 * depth + 1
         return self.has_drafter and not 0 < self.drafter_context < ahead
 
-    def can_speculate(self, length: int) -> bool:
-        """Whether a draft can be made and verified, and there is enough to gain by it."""
-        ahead = self.count_ahead(length) >= self.planner.least_ahead
-        return ahead and self.can_draft(length) and self.max_draft > 0
-
     def count_ahead(self, length: int) -> int:
-        """How many tokens the answer may have after the next one."""
+        """Return how many tokens the answer may have after the next one."""
         return self.limits.longest_draft(length, length - self.prompt_length)
 
     def longest_draft(self, length: int) -> int:
-        """Longest draft that can be verified."""
+        """Return the longest draft that can be verified."""
         return min(self.max_draft, self.count_ahead(length))
 
     @property
-    def siblings(self) -> int:
-        """How many runners-up to ask the drafter for beside each token; 0 asks for chains."""
-        return self.planner.siblings if self._takes_trees else 0
-
-    @property
-    def chooses_trees(self) -> bool:
-        """See `Planner`; where one of the two takes no trees there is nothing to choose."""
-        return self._takes_trees and self.planner.chooses_trees
-
-    @property
-    def _takes_trees(self) -> bool:
+    def takes_trees(self) -> bool:
+        """Whether verifier and drafter both take trees."""
         return self.verifier_takes_trees and self.drafter_takes_trees
 
-    @property
-    def grown_siblings(self) -> int:
-        """How many of all these the drafter should continue at each depth."""
-        return self.planner.grown_siblings if self.siblings else 0
-
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether a verification may be of a tree."""
-        return self.verifier_takes_trees and not self.planner.is_chain_only
-
-    def choose(self, draft: Draft, length: int, origin: Origin) -> list[int]:
-        """The rows of the draft that are worth verifying, and can be; in the order to send them."""
-        rows = self.planner.choose_nodes(draft, origin, takes_trees=self.verifier_takes_trees)
+    def keep_allowed(self, draft: Draft, rows: list[int], length: int) -> list[int]:
+        """Return those of these rows that can be verified, in the order to send them."""
         longest, largest, depths = self.longest_draft(length), draft.largest, draft.depths
         kept = {0}
         for row in rows[: self.max_draft]:

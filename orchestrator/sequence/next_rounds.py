@@ -5,44 +5,108 @@ from collections.abc import Sequence
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import (
     acceptance_distribution,
-    count_children,
-    curves_of,
+    choose_curves,
     outcome_chances,
 )
 from orchestrator.sequence.actions import Action, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.free_run import FreeRun
+from orchestrator.sequence.free_run import limit_grant
 from orchestrator.sequence.handover import Handover
-from orchestrator.sequence.limits import RoundLimits
-from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.limits import RequestLimits
+from orchestrator.sequence.lookup import PromptLookup
+from orchestrator.sequence.planner import Planner, Preparation
 from orchestrator.sequence.round import NextRound, Round
-from protocol.messages import Origin, VerificationOutcome, Verify
+from protocol.messages import LogitsOptions, Origin, Tokens, VerificationOutcome, Verify
 
 _PLANNED = 8
 """Rounds that are planned beforehand."""
 
 
 class NextRounds:
-    """Plans the rounds of one sequence.
+    """Turns what the planner wants and what the limits allow into the messages of rounds.
 
-    Every `length` counts its tokens, the pending one of the round that is meant included.
+    Every `length` counts a sequence's tokens, the pending one of the round that is meant included.
     """
 
     def __init__(
-        self, sequence: int, planner: Planner, limits: RoundLimits, free_run: FreeRun
+        self,
+        sequence: int,
+        planner: Planner,
+        limits: RequestLimits,
+        options: LogitsOptions | None,
     ) -> None:
-        self._sequence, self._planner = sequence, planner
-        self._limits, self._free_run = limits, free_run
+        self._sequence, self._planner, self._limits = sequence, planner, limits
+        self._lookup = PromptLookup(options)
         self.handover = Handover(planner)
+
+    def can_speculate(self, length: int) -> bool:
+        """Whether a draft can be made and verified, and there is enough to gain by it."""
+        limits, planner = self._limits, self._planner
+        ahead = limits.count_ahead(length) >= planner.least_ahead
+        return ahead and limits.can_draft(length, planner.depth) and limits.max_draft > 0
+
+    def speculates(self, length: int) -> bool:
+        """Whether the planner wants a draft, and one can be made and verified."""
+        return self._planner.should_speculate and self.can_speculate(length)
+
+    def choose(self, draft: Draft, length: int, origin: Origin) -> list[int]:
+        """Return the rows of a draft that are worth verifying, and can be."""
+        takes_trees = self._limits.verifier_takes_trees
+        rows = self._planner.choose_nodes(draft, origin, takes_trees=takes_trees)
+        return self._limits.keep_allowed(draft, rows, length)
+
+    @property
+    def siblings(self) -> int:
+        """How many runners-up to ask the drafter for beside each token."""
+        return self._planner.siblings if self._limits.takes_trees else 0
+
+    def plan_preparation(self, current: Round) -> tuple[Draft, Preparation]:
+        """Decide what to prepare beside a round, and which of its draft tokens to send."""
+        draft = current.draft
+        if not self._limits.drafter_takes_trees:
+            draft = draft.pick(draft.main)  # whose rows come first: outcomes keep their numbers
+        plan = self._planner.plan_preparation(draft, current.origin)
+        return draft, plan._replace(siblings=self.siblings)
+
+    def find_lookup(self, tokens: Tokens) -> Draft:
+        """Return what followed the ending of the tokens; empty where it would not be used.
+
+        A drafter that is there drafts a length that is fixed by hand.
+        """
+        planner = self._planner
+        if not planner.looks_up or (planner.num_draft_tokens and self._limits.has_drafter):
+            return Draft()
+        siblings = planner.siblings if self._limits.verifier_takes_trees else 0
+        return self._lookup.find(tokens, planner.depth, siblings)
+
+    def choose_lookup(self, lookup: Draft, length: int, *, alone: bool) -> Draft:
+        """Return what of a lookup is worth verifying; `alone`: no drafter works meanwhile."""
+        rows = self._planner.choose_lookup(lookup, alone=alone)
+        worth = lookup.pick(lookup.arrange(rows))
+        return worth.pick(self.choose(worth, length, "lookup"))
+
+    def find_better(self, current: Round, tokens: Tokens) -> bool:
+        """Whether a lookup is worth the end of a free run; another request would miss a pass."""
+        if self._planner.estimates.streams > 1:
+            return False
+        lookup = current.unverified_lookup = self.find_lookup(tokens)
+        possible = lookup.pick(self.choose(lookup, len(tokens), "lookup"))
+        return self._planner.value_of_stopping(possible) > 0.0
 
     def plan(
         self, number: int, length: int, pending: int, draft: Draft, origin: Origin
     ) -> NextRound:
-        """The round of this number, with as much of a draft as pays."""
-        rows = self._limits.choose(draft, length, origin)
+        """Plan the round of this number, with as much of a draft as pays."""
+        rows = self.choose(draft, length, origin)
         chosen, planner = draft.pick(rows), self._planner
-        speculates = planner.should_speculate and self._limits.can_speculate(length)
-        granted = self._free_run.count_granted(number, length, len(chosen), speculates=speculates)
+        speculates = self.speculates(length)
+        # The drafter of a request comes after its first round, and behind a lookup that was worth
+        # verifying, or of a fixed length, there may be another one.
+        awaits = planner.mode != "ar" and number == 1
+        by_hand = planner.num_draft_tokens > 0 and not self._limits.has_drafter
+        by_hand = by_hand and planner.should_speculate
+        goes_on = not (speculates or awaits or by_hand or len(chosen))
+        granted = self.count_grant(length) if goes_on else 0
         verify = Verify(
             sequence=self._sequence,
             round=number,
@@ -52,15 +116,19 @@ class NextRounds:
             distributions=chosen.drawn_from,
             granted=granted,
             stop_ids=sorted(self._limits.limits.stop_ids) if granted else [],
-            drafter_idle=not speculates or planner.mode != "ssd",
+            drafter_idle=not (speculates and planner.prepares),
         )
         return NextRound(chosen, draft, rows, verify)
 
+    def count_grant(self, length: int) -> int:
+        """Return how many tokens may follow unasked."""
+        return limit_grant(self._planner.estimates.streams, self._limits.count_ahead(length))
+
     def find(self, current: Round, outcome: VerificationOutcome, length: int) -> NextRound | None:
-        """The round that was prepared for this outcome; planned now, if its draft alone was."""
+        """Return the round prepared for this outcome; planned now, if only its draft was."""
         planned = current.next_rounds.get((outcome.row, outcome.bonus))
         draft = current.cache.draft(outcome.row, outcome.bonus)
-        if planned is not None or not draft or not self._limits.can_speculate(length):
+        if planned is not None or not draft or not self.can_speculate(length):
             return planned
         return self.plan(outcome.round + 1, length, outcome.bonus, draft, "hit")
 
@@ -81,7 +149,7 @@ class NextRounds:
             emitted = [*current.draft.tokens_to(row), bonus]
             after = length + len(emitted)
             ends = self._limits.cut(length, emitted)[1]
-            if ends or not self._limits.can_speculate(after):
+            if ends or not self.can_speculate(after):
                 continue
             draft = current.cache.draft(row, bonus)
             planned = self.plan(number + 1, after, bonus, draft, "hit")
@@ -95,7 +163,7 @@ class NextRounds:
 def choose_planned(
     known: CostModel, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
 ) -> Sequence[tuple[int, int]]:
-    """Of prepared outcomes, row and bonus, those whose rounds are worth planning beforehand.
+    """Return those of prepared outcomes, row and bonus, whose rounds are worth planning beforehand.
 
     Each takes about 0.05 ms at every depth, and what the target says meanwhile waits for it.
     The others are planned if they come.
@@ -104,8 +172,7 @@ def choose_planned(
         return outcomes
     rates = known.acceptance_rates(draft.confidences, draft.parents, origin)
     ends = acceptance_distribution(rates, draft.parents)
-    drafted = count_children(draft.parents)
-    curves = curves_of(drafted, known.after_rejection[origin], known.after_all[origin])
+    curves = choose_curves(draft.parents, known.after_rejection[origin], known.after_all[origin])
     chances = outcome_chances([row for row, _ in outcomes], ends, curves)
     ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
     return [outcomes[index] for index in ranked[:_PLANNED]]

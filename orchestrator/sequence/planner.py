@@ -12,31 +12,20 @@ from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import BRANCHES_ON_A_GPU, MOST_SIBLINGS, CostModel
-from orchestrator.learning.fan_out import (
-    acceptance_distribution,
-    allocate,
-    count_children,
-)
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.fan_out import acceptance_distribution, allocate, choose_curves
 from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.round_observation import LONGEST_DRAFT
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.tree_choice import (
-    RankedNodes,
-    count_chain,
-    count_siblings,
-    find_best,
-    rank_nodes,
-)
+from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
 from protocol.messages import Mode, Origin
 
+MOST_SIBLINGS = 4
+"""Runners-up that are asked for beside a draft token: later ones are hardly ever right."""
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
-_LEAST_BRANCHES = 2
 _WORTH_A_TRIAL = 16
 """Tokens that must be to come where it is tried again whether drafts pay."""
-_GROWN_BY_HAND = 8
-"""Runners-up that grow on where the size of trees is fixed."""
 
 
 class Prediction(NamedTuple):
@@ -53,6 +42,15 @@ class MeasuredSpeed(NamedTuple):
     age_s: float
 
 
+class Preparation(NamedTuple):
+    """What the drafter is asked to prepare beside a verification."""
+
+    fan_out: list[int]
+    depth: int
+    held_back: int
+    siblings: int = 0
+
+
 @dataclass(frozen=True)
 class Planner:
     """The knobs of a request, and the decisions they leave open."""
@@ -62,13 +60,13 @@ class Planner:
     num_draft_tokens: int = 0
     """Draft tokens per round; 0 decides each round by the drafter's confidences."""
     fixed_branches: int = 0
-    """Branches prepared per round (B); 0 follows what wider and deeper trees would gain."""
+    """Branches prepared per round (B); 0: as many as the drafter's device is good for."""
     sampled: bool = False
     """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
     max_draft_tokens: int = 0
     """Most draft tokens per round that may be decided; 0 is any number."""
-    tree_nodes: int | None = None
-    """Draft tokens of the trees that are verified; 0 and 1: chains only; None: what pays."""
+    tree_nodes: int = 0
+    """Draft tokens of the trees that are verified; 0 and 1: chains."""
     verify_ahead: bool | None = None
     """Whether the verifier begins prepared rounds unasked; None: if that pays."""
 
@@ -76,17 +74,31 @@ class Planner:
 
     @property
     def should_speculate(self) -> bool:
-        """Whether the next round is to be speculative; with a fixed draft length it always is."""
-        if self.mode == "ar":
-            return False
+        """Whether the next round is to be speculative.
+
+        A draft length that is fixed by hand is drafted whatever it costs, but for requests that
+        share their passes with too many others.
+        """
         switch = self.estimates.switch(self.mode)
-        return bool(self.num_draft_tokens) or (switch is not None and switch.speculating)
+        return switch is not None and (bool(self.num_draft_tokens) or switch.speculating)
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the drafter is left out because it did not pay; prompt lookup, free, goes on."""
+    def looks_up(self) -> bool:
+        """Whether prompt lookups may be verified: with drafts, or alone where those do not pay."""
         switch = self.estimates.switch(self.mode)
-        return switch is not None and switch.is_paused
+        alone = switch is not None and switch.is_paused and self.estimates.streams == 1
+        return self.should_speculate or alone
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the drafter rests while the target verifies, and is waited for."""
+        by_choice = self.estimates.drafts_in_turn and not self.num_draft_tokens
+        return self.mode == "sd" or by_choice
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the drafter prepares for outcomes beside a speculative round."""
+        return self.mode == "ssd" and not self.is_in_turn
 
     @property
     def least_ahead(self) -> int:
@@ -96,60 +108,47 @@ class Planner:
         """
         switch = self.estimates.switch(self.mode)
         due = switch is not None and switch.is_trial_due and not self.num_draft_tokens
-        return _WORTH_A_TRIAL if due and self.estimates.batch.streams == 1 else 1
+        return _WORTH_A_TRIAL if due else 1
 
     def report_plain(self, now: float) -> MeasuredSpeed:
-        """Speed of plain decoding, if it was measured in this run and still holds; else 0."""
+        """Return the measured speed of plain decoding; 0 if there is none."""
         switch = self.estimates.switch(self.mode)
-        tok_s = switch.report_plain_tok_s(now) if switch is not None else 0.0
-        if switch is None or not tok_s:
+        if switch is None or switch.measured_at is None:
             return MeasuredSpeed(0.0, 0.0)
-        age_s = switch.freshness.age_s(now) or 0.0
-        return MeasuredSpeed(tok_s / self.estimates.batch.scale, age_s)
+        return MeasuredSpeed(switch.plain_tok_s, max(0.0, now - switch.measured_at))
 
-    # ------------------------------------------------------------ what to verify
+    # ------------------------------------------------------------ how long
 
     @property
     def is_chain_only(self) -> bool:
-        """Whether chains are verified whatever trees would bring.
+        """Whether chains are verified: unless a size of trees is fixed by hand.
 
-        The rejection rule is proved for chains; a draft length fixed by hand means a chain.
+        The rejection rule is proved for chains.
         """
-        if self.sampled or self.tree_nodes is None:
-            return self.sampled or self.num_draft_tokens > 0
-        return self.tree_nodes < 2
+        return self.sampled or self.tree_nodes < 2
 
     def choose_nodes(self, draft: Draft, origin: Origin, *, takes_trees: bool = True) -> list[int]:
-        """The rows of a draft to verify: as many as are worth their time.
+        """Return the rows of a draft to verify: as many as are worth their time.
 
         The likeliest path comes first, so that the beginning of what is returned is a tree, too.
         `takes_trees` says whether the verifier does.
         """
-        if self.is_chain_only or not takes_trees:
-            return self._choose_chain(draft, origin)
-        rows, chances = self.rank(draft, origin)
-        if self.tree_nodes:
-            deepest, depths = self.num_draft_tokens or len(rows), draft.depths
+        if not (self.is_chain_only or not takes_trees):
+            rows, depths = self.rank(draft, origin)[0], draft.depths
+            deepest = self.num_draft_tokens or len(rows)
             return [row for row in rows if depths[row] <= deepest][: self.tree_nodes]
-        if origin == "lookup":
-            return rows  # `choose_lookup` has decided
-        chances = chances[: self.max_draft_tokens or None]
-        chain = count_chain(rows, draft.parents)
-        return rows[: find_best(self.value_nodes(chances, chain), chain)]
-
-    def _choose_chain(self, draft: Draft, origin: Origin) -> list[int]:
         main = draft.main
         if self.num_draft_tokens or origin == "lookup":  # `choose_lookup` has decided
             return main[: self.num_draft_tokens or None]
-        first = self.estimates.calibrations[origin]
+        calibration = self.estimates.calibrations[origin]
         most = self.max_draft_tokens or None
-        rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
+        rates = [calibration.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
             return main[: self._length_if_sampled(rates)]
         return main[: find_best(self.value_nodes(list(accumulate(rates, mul))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
-        """The length where neither a token nor what follows it influences its own use.
+        """Return the length where neither a token nor what follows it influences its own use.
 
         Each rate belongs to the distribution of a token, and so depends on the tokens before
         it. A token is used if going on pays, supposing that all that follow are as sure.
@@ -163,199 +162,170 @@ class Planner:
                 return count
         return len(rates)
 
-    @property
-    def siblings(self) -> int:
-        """How many runners-up to ask a drafter for beside each token; 0 if chains are faster."""
-        pay = self.tree_nodes or self.estimates.asks_for_trees(self.mode)
-        return self.affordable_siblings if pay else 0
+    def choose_lookup(self, lookup: Draft, *, alone: bool = False) -> list[int]:
+        """Return the rows of a lookup worth verifying; `alone`: no drafter works meanwhile."""
+        rows, chances = self.rank(lookup, "lookup")
+        if self.num_draft_tokens:
+            return rows  # `choose_nodes` keeps as many
+        chain = len(rows) if not self.is_chain_only else count_chain(rows, lookup.parents)
+        count = find_best(self.value_nodes(chances, alone=alone)[: chain + 1])
+        return rows[: len(rows) if count and not self.is_chain_only else count]
 
-    @property
-    def chooses_trees(self) -> bool:
-        """Whether it is the planner's choice to ask a drafter for trees or for chains."""
-        return self.tree_nodes is None and self.affordable_siblings > 0
-
-    @property
-    def affordable_siblings(self) -> int:
-        """How many runners-up beside a draft token are worth their rows; even unless by hand.
-
-        None where a row costs a good part of a pass.
-        """
-        if self.is_chain_only:
-            return 0
-        if self.tree_nodes:
-            return min(MOST_SIBLINGS, self.tree_nodes - 1)
-        known = self.estimates
-        if not known.verify_latency.has_cheap_rows:
-            return 0
-        length = ceil(known.draft_length)
-        rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True)
-        rows_ms -= self._verify_ms(length, tree=True)
-        curve = known.after_rejection["hit"]
-        hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
-        row_cost = self.throughput * max(0.0, rows_ms) / MOST_SIBLINGS
-        count = count_siblings(known.acceptance["hit"].value, hits, row_cost)
-        return count + count % 2  # few numbers recur: each is compiled on a GPU
-
-    @property
-    def grown_siblings(self) -> int:
-        """How many runners-up of all branches are continued at each depth; 0: they are leaves.
-
-        Each makes a depth longer for the drafter, so that trees are shallower in the same time.
-        """
-        if not self.siblings:
-            return 0
-        # By hand, a tree has no room for more runners-up than nodes.
-        if self.tree_nodes:
-            return min(_GROWN_BY_HAND, self.tree_nodes // 2)
-        grown = self.estimates.tree_growth.grown // self.estimates.batch.streams
-        return min(grown, max(0, BRANCHES_ON_A_GPU - self.branches))  # the rows of the widest tree
-
-    # ------------------------------------------------------------ what to wait for
+    # ------------------------------------------------------------ wait or not
 
     def backup_length(self, lookup: Draft | None = None) -> int:
-        """After a miss, how many tokens to draft while the target waits.
+        """Return how many tokens to draft while the target waits, where no draft is prepared.
 
         With 0 the target does not wait: it verifies a prompt lookup, if that pays, or the
         bonus token alone, plain decoding of one token, while the drafter prepares the next
         round.
-
-        Args:
-            lookup: what the prompt lookup found, if anything.
         """
         if self.num_draft_tokens:
             return self.num_draft_tokens
-        if self.estimates.batch.other_tokens:
-            return 0  # the pass of the others would leave without this request
+        if self.is_in_turn and not self.estimates.draft_token_ms:
+            return self.depth  # nothing was drafted yet
+        if self.estimates.streams > 1 and not self.is_in_turn:
+            return 0  # the pass of the other request would leave without this one
         values = self.value_of_waiting([])
         count = find_best(values)
-        found = lookup or Draft()
-        rows, chances = self.rank(found, "lookup")
-        instead = self.value_nodes(chances, count_chain(rows, found.parents))
-        return count if values[count] > max(instead) else 0
-
-    @property
-    def sequential_length(self) -> int:
-        """Most tokens to draft between two verifications (mode `sd`)."""
-        unmeasured = not self.estimates.draft_token_ms
-        pays = self.num_draft_tokens or unmeasured or find_best(self.value_of_waiting([]))
-        return self.depth if pays else 0
+        instead = self.value_nodes(self.rank(lookup or Draft(), "lookup")[1])
+        if values[count] <= max(instead):
+            return 0
+        return self.depth if self.is_in_turn else count
 
     def should_extend(self, draft: Draft) -> bool:
-        """Whether the target should wait for another token behind those of a backup.
+        """Whether the target should wait for another token behind those that it waited for.
 
         It depends on what is drafted already, and is verified, not on what would come.
         """
         if self.num_draft_tokens:
             return True
-        first = self.estimates.calibrations["miss"]
-        rates = [first.rate(draft.confidences[row - 1]) for row in draft.main]
+        calibration = self.estimates.calibrations["miss"]
+        rates = [calibration.rate(draft.confidences[row - 1]) for row in draft.main]
         return find_best(self.value_of_waiting(rates)) > 0
 
     def value_of_waiting(self, rates: Sequence[float]) -> list[float]:
-        """What waiting for 0, 1, ... tokens behind those with these rates is worth, in tokens."""
+        """Return what waiting for 0, 1, ... tokens behind those with these rates is worth."""
         known = self.estimates
         rate, token_ms = known.backup_rate, known.draft_token_ms
         if not token_ms:
-            return [self._value_of_chain(rates)]  # nothing was drafted yet
-        throughput = self.throughput / known.batch.streams  # the target works for the others
+            return [self._value_of_chain(rates)]
         first_ms = 0.0 if rates else known.wait_overhead_ms
         return [
             self._value_of_chain([*rates, *[rate] * count])
-            - throughput * (count * token_ms + (first_ms if count else 0.0))
+            - self.throughput * (count * token_ms + (first_ms if count else 0.0))
             for count in range(max(0, self.depth - len(rates)) + 1)
         ]
 
-    # ------------------------------------------------------------ what to prepare
+    def value_of_stopping(self, lookup: Draft) -> float:
+        """Return what it is worth to end a free run for a lookup.
+
+        Its first token is being computed, so that only what follows it can be verified, and only
+        if it is right. Otherwise plain decoding begins anew; in any case the target waits a while.
+        """
+        known, chain = self.estimates, lookup.pick(lookup.main)
+        rates = known.acceptance_rates(chain.confidences, chain.parents, "lookup")
+        if not rates:
+            return 0.0
+        right, behind = rates[0], self.value_nodes(list(accumulate(rates[1:], mul)), alone=True)
+        wait_ms = known.idle_ms["lookup"].value
+        start_ms = max(wait_ms, known.run_start_ms.value)
+        lost_ms = right * wait_ms + (1.0 - right) * start_ms
+        return right * (max(behind) - behind[0]) - lost_ms / known.plain_latency.of(1)
+
+    # ------------------------------------------------------------ how wide
 
     @property
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
         usual = ceil(self.estimates.draft_length) + _BEYOND
-        return self.num_draft_tokens or min(self.longest_draft, usual)
-
-    @property
-    def longest_draft(self) -> int:
-        """The longest draft that may be decided on, whatever pays now."""
-        return self.num_draft_tokens or self.max_draft_tokens or LONGEST_DRAFT
+        return self.num_draft_tokens or min(self.max_draft_tokens or LONGEST_DRAFT, usual)
 
     @property
     def branches(self) -> int:
-        """B, the branches prepared per round."""
-        # The drafter works for all requests in the time of one pass.
-        share = self.estimates.branches // self.estimates.batch.streams
-        return self.fixed_branches or max(_LEAST_BRANCHES, share)
+        """B, the branches prepared per round: the drafter works for all in the time of a pass."""
+        return self.fixed_branches or self.estimates.branches // self.estimates.streams
 
     @property
     def held_back(self) -> int:
         """For Saguaro sampling: branches that a row can expect (F), at least one."""
         return max(1, self.branches // (self.depth + 1))
 
+    @property
+    def siblings(self) -> int:
+        """How many runners-up to ask a drafter for beside each token; 0: chains."""
+        return 0 if self.is_chain_only else min(MOST_SIBLINGS, self.tree_nodes - 1)
+
+    def plan_preparation(self, draft: Draft, origin: Origin) -> Preparation:
+        """Decide what to prepare beside a verification of this draft."""
+        known, depth = self.estimates, self.depth
+        if not self.num_draft_tokens and known.streams == 1 and known.step_latency.is_known:
+            # A drafter hears of a miss between two depths only, and the core of one that is done
+            # can help the target: no deeper than gets done meanwhile.
+            time_ms = known.verify_latency.of(1 + len(draft)) + known.idle_ms["hit"].value
+            depth = max(1, min(depth, int(known.step_latency.depths_in(time_ms))))
+        return Preparation(self.fan_out(draft, origin), depth, self.held_back)
+
     def fan_out(self, draft: Draft, origin: Origin) -> list[int]:
-        """F_0..F_K, the outcomes to prepare behind each row of a draft that is verified."""
-        return allocate(
-            acceptance_distribution(self.acceptance_rates(draft, origin), draft.parents),
-            self.branches,
-            self.estimates.after_rejection[origin],
-            self.estimates.after_all[origin],
-            count_children(draft.parents),
+        """Return F_0..F_K, the outcomes to prepare behind each row of a draft."""
+        known = self.estimates
+        rates = known.acceptance_rates(draft.confidences, draft.parents, origin)
+        chances = acceptance_distribution(rates, draft.parents)
+        curves = choose_curves(
+            draft.parents, known.after_rejection[origin], known.after_all[origin]
         )
+        return allocate(chances, self.branches, curves)
 
     # ------------------------------------------------------------ what that is worth
 
     def predict(self, draft: Draft, origin: Origin) -> Prediction:
-        """What verifying this draft brings."""
-        chances = self.rank(draft, origin).chances
+        """Return what verifying this draft is expected to bring."""
+        *_, tokens = accumulate(self.rank(draft, origin)[1], initial=1.0)
         waiting = self.estimates.idle_ms[origin].value
-        *_, tokens = accumulate(chances, initial=1.0)
-        verify_ms = self._verify_ms(len(draft), tree=not draft.is_chain)
-        return Prediction(tokens, verify_ms + waiting)
+        return Prediction(tokens, self._latency.of(self._rows(len(draft))) + waiting)
 
     @property
     def throughput(self) -> float:
         """Recent tokens per millisecond of all requests; at first, plain decoding's."""
-        switch, batch = self.estimates.switch(self.mode), self.estimates.batch
-        known = switch.speculative_tok_s if switch is not None else 0.0
-        measured = batch.scale * known / 1e3
-        return measured or batch.streams / self.estimates.verify_latency.of(batch.streams)
+        known = self.estimates
+        switch = known.switch(self.mode)
+        measured = switch.speculative_tok_s / 1e3 if switch is not None else 0.0
+        return known.streams * (measured or 1.0 / known.verify_latency.of(known.streams))
 
-    def acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
-        """Of each draft token, given that its parent is accepted."""
-        return self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
+    def rank(self, draft: Draft, origin: Origin) -> tuple[list[int], list[float]]:
+        """Return its rows, the likeliest path first, and the chances of their paths."""
+        parents = draft.parents
+        return rank_nodes(
+            parents, self.estimates.acceptance_rates(draft.confidences, parents, origin)
+        )
 
-    def rank(self, draft: Draft, origin: Origin) -> RankedNodes:
-        """Its nodes, the likeliest path first."""
-        return rank_nodes(draft.parents, self.acceptance_rates(draft, origin))
+    def value_nodes(self, chances: Sequence[float], *, alone: bool = False) -> list[float]:
+        """Return what verifying the first 0, 1, ... of some nodes is worth, in tokens.
 
-    def value_nodes(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
-        """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.
+        That is one token, and of every node the chance of its path, less T_v.
 
-        That is one token, and of every node its chance, less T_v(m + 1), or what it adds to a pass.
-        The first `chain` of them are a chain, and with one more they are not; None: all are.
+        Args:
+            chances: of the nodes' paths.
+            alone: no drafter works, so that plain decoding is what the time could have brought.
         """
-        longest = len(chances) if chain is None else chain
-        first = self.estimates.batch.other_tokens + 1
-        throughput, others_ms = self.throughput, self._others_ms
-        chains, trees = self._latency(tree=False), self._latency(tree=True)
-        later_ms, values = self.estimates.behind_trees.milliseconds, list[float]()
-        for count, tokens in enumerate(accumulate(chances, initial=1.0)):
-            fork = count > longest
-            verify_ms = trees.of(first + count) + later_ms if fork else chains.of(first + count)
-            values.append(tokens - throughput * (verify_ms - others_ms))
-        return values
+        known = self.estimates
+        plain_ms = known.plain_latency.of(known.streams)
+        throughput = known.streams / plain_ms if alone else self.throughput
+        latency = known.plain_latency if alone else self._latency
+        return [
+            tokens - throughput * latency.of(self._rows(count))
+            for count, tokens in enumerate(accumulate(chances, initial=1.0))
+        ]
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
-        added_ms = self._verify_ms(len(rates)) - self._others_ms
-        return float(sum(accumulate(rates, mul, initial=1.0))) - self.throughput * added_ms
+        tokens = float(sum(accumulate(rates, mul, initial=1.0)))
+        return tokens - self.throughput * self._latency.of(self._rows(len(rates)))
+
+    def _rows(self, drafted: int) -> int:
+        """Return the rows of a pass with so many draft tokens: others add at least one each."""
+        return self.estimates.streams + drafted
 
     @property
-    def _others_ms(self) -> float:
-        """Time of the pass that there would be without this request; 0 if there is none."""
-        others = self.estimates.batch.other_tokens
-        return self._latency(tree=False).of(others) if others else 0.0
-
-    def _verify_ms(self, drafted: int, *, tree: bool = False) -> float:
-        """Time of the pass, with this many draft tokens of this request."""
-        return self._latency(tree=tree).of(self.estimates.batch.other_tokens + drafted + 1)
-
-    def _latency(self, *, tree: bool) -> VerifyLatency:
-        return self.estimates.latency(speculating=self.should_speculate, tree=tree)
+    def _latency(self) -> VerifyLatency:
+        beside = self.should_speculate and self.prepares
+        return self.estimates.verify_latency if beside else self.estimates.plain_latency

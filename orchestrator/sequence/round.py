@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.limits import RoundLimits
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import OutcomeKey, SpeculationCache
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
@@ -64,6 +64,8 @@ class Round:
     """Whether it is one of a free run, behind the first."""
     begun_unasked: bool = False
     """Whether it began this round by itself."""
+    is_beside: bool = False
+    """Whether the drafter works during the pass."""
     asked: Prepare | None = None
     """What the drafter was asked to prepare beside it, if anything."""
     unverified_lookup: Draft = field(default_factory=Draft)
@@ -91,23 +93,21 @@ class Round:
     def observe(
         self,
         outcome: VerificationOutcome,
-        limits: RoundLimits,
+        planner: Planner,
         *,
         ended_at: float,
         last_token_at: float | None,
     ) -> RoundObservation:
         """What the round showed; `last_token_at` is of the one before it, None: it is the first."""
-        planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         return RoundObservation(
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
-            longest_draft=planner.longest_draft,
-            chooses_trees=limits.chooses_trees,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             speculating=self.speculating,
+            beside=self.is_beside,
             origin=self.origin,
             confidences=self.draft.confidences,
             accepted=outcome.accepted,
@@ -120,7 +120,6 @@ class Round:
             all_tokens=outcome.rows,
             parents=self.draft.parents,
             path=self.draft.path(outcome.row),
-            unverified=self._judge_siblings(outcome),
             unverified_lookup=self._judge_lookup(outcome),
             ended_at=ended_at,
         )
@@ -132,21 +131,6 @@ class Round:
             return None
         return lookup.confidences[0], lookup.tokens[0] == outcome.bonus
 
-    def _judge_siblings(self, outcome: VerificationOutcome) -> list[tuple[float, bool]]:
-        """Siblings that were not verified, though their parents stood: confidence, and whether
-        the target chose them."""
-        path = [0, *self.draft.path(outcome.row)]
-        offered = {self.rows[row - 1] if row else 0: row for row in path}
-        verified = set(self.rows)
-        judged = []
-        for row, parent in enumerate(self.offered.parents, 1):
-            place = offered.get(parent)
-            if place is None or row in verified or place not in self.draft.parents:
-                continue
-            right = place == outcome.row and self.offered.tokens[row - 1] == outcome.bonus
-            judged.append((self.offered.confidences[row - 1], right))
-        return judged
-
 
 def fits(tree: DraftTree, asked: Prepare | DraftNow | None, branches: int) -> bool:
     """Whether one depth of so many branches is no deeper, no wider and no other than asked for."""
@@ -155,12 +139,7 @@ def fits(tree: DraftTree, asked: Prepare | DraftNow | None, branches: int) -> bo
     deepest = asked.depth if isinstance(asked, Prepare) else asked.count
     if not 1 <= tree.depth <= deepest or (tree.parents and not asked.siblings):
         return False
-    return len(tree.tokens) <= (branches + asked.grown_siblings) * (1 + asked.siblings)
-
-
-def count_fed(tree: DraftTree) -> int:
-    """How many tokens the drafter was fed for a depth: each led to one token or several."""
-    return len(set(tree.parents)) if tree.parents else len(tree.tokens)
+    return len(tree.tokens) <= branches * (1 + asked.siblings)
 
 
 class EndedRound(NamedTuple):

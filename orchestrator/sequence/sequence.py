@@ -14,12 +14,11 @@ from orchestrator.sequence.actions import Action, Emit, Finish, ToDrafter, ToVer
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.free_run import MOST_GRANTED, FreeRun
-from orchestrator.sequence.limits import Limits, RoundLimits
-from orchestrator.sequence.lookup import LookupDrafts
+from orchestrator.sequence.limits import Limits, RequestLimits
 from orchestrator.sequence.next_rounds import NextRounds
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.round import EndedRound, NextRound, Round, count_fed, fits
+from orchestrator.sequence.planner import Planner, Preparation
+from orchestrator.sequence.round import EndedRound, NextRound, Round, fits
 from orchestrator.sequence.speculation_cache import BACKUP, SpeculationCache
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
@@ -57,11 +56,10 @@ class Sequence:
         """How its rounds are decided."""
         self.current = Round()
         self._sampling = sampling
-        self._limits = RoundLimits(limits, planner, len(prompt))
-        self._lookups = LookupDrafts(planner, self._limits, sampling.logits_options)
-        self._drafter_sync = DrafterSync(number, planner)
-        self._free_run = FreeRun(number, planner, self._limits, self._lookups)
-        self._next_rounds = NextRounds(number, planner, self._limits, self._free_run)
+        self._limits = RequestLimits(limits, len(prompt))
+        self._drafter_sync = DrafterSync(number)
+        self._free_run = FreeRun(number)
+        self._next_rounds = NextRounds(number, planner, self._limits, sampling.logits_options)
         self._decided: EndedRound | None = None
         self._is_held = False  # others have their turn
         self._row = 0  # where the last outcome ended
@@ -182,7 +180,7 @@ class Sequence:
         done, outcome, emitted, ends = ended
         actions = self._look_ahead() if ends is None else []
         last_token_at = self.recorder.take_last_token_at()
-        seen = done.observe(outcome, self._limits, ended_at=now, last_token_at=last_token_at)
+        seen = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(seen)
         if ends is None and not self._is_held:
             actions += self._next_rounds.handover.update(self.current, self.round)
@@ -197,11 +195,8 @@ class Sequence:
         if outcome.began:
             return self._follow(outcome)
         if not self.planner.should_speculate:
-            if self.planner.is_paused:
-                return self._go_on(self._lookups.find(self.tokens), alone=True)
-            return self._verify(Draft(), "target")
-        prepared = self._next_rounds.find(self.current, outcome, len(self.tokens))
-        if prepared is not None:
+            return self._go_on(self._next_rounds.find_lookup(self.tokens), alone=True)
+        if prepared := self._next_rounds.find(self.current, outcome, len(self.tokens)):
             self.recorder.hits += 1
             return self._start(prepared, "hit")
         return self._on_miss(now)
@@ -217,26 +212,24 @@ class Sequence:
 
     def _on_miss(self, now: float) -> list[Action]:
         """No draft is prepared for the outcome."""
-        length = len(self.tokens)
-        lookup = self._lookups.find(self.tokens)
-        if not self._limits.can_speculate(length):
-            drafter = self._limits.can_draft(length)
+        length, lookup = len(self.tokens), self._next_rounds.find_lookup(self.tokens)
+        if not self._next_rounds.can_speculate(length):
+            drafter = self._limits.can_draft(length, self.planner.depth)
             return self._go_on(lookup, "" if drafter else "no_drafter", alone=not drafter)
-        if self.planner.mode == "sd":
-            count = self.planner.sequential_length
-            return self._draft_now(count, now) if count else self._go_on(lookup)
-        if self.current.speculating:
-            self.recorder.misses += 1
-        if self._drafter_is_behind or self._drafter_sync.is_silent(self.round):
+        self.recorder.misses += self.current.asked is not None
+        late = self.planner.estimates.drafter_is_late
+        silent = self._drafter_sync.is_silent(self.round, is_late=late)
+        if self._drafter_is_behind or (silent and not self.planner.num_draft_tokens):
             return self._go_on(lookup, "plain")
         if count := self.planner.backup_length(lookup):
-            self.recorder.fallbacks["draft"] += 1
+            if self.planner.mode == "ssd":
+                self.recorder.fallbacks["draft"] += 1
             return self._draft_now(count, now)
-        return self._go_on(lookup, "plain")
+        return self._go_on(lookup, "plain" if self.planner.mode == "ssd" else "")
 
     def _go_on(self, lookup: Draft, without: str = "", *, alone: bool = False) -> list[Action]:
         """The target does not wait: it verifies the prompt lookup, or nothing."""
-        used = self._lookups.choose(lookup, len(self.tokens), alone=alone)
+        used = self._next_rounds.choose_lookup(lookup, len(self.tokens), alone=alone)
         if fallback := "lookup" if used else without:
             self.recorder.fallbacks[fallback] += 1
         actions = self._verify(used, "lookup" if used else "target")
@@ -252,9 +245,13 @@ class Sequence:
         return []
 
     def _check_free_run(self) -> list[Action]:
-        return self._free_run.check(self.current, self.tokens, speculates=self._should_speculate())
-
-    # ------------------------------------------------------------ a round begins
+        """End a free run if there is something better to do; else let it go on."""
+        if not self._free_run.goes_on:
+            return []
+        rounds = self._next_rounds
+        if self._should_speculate() or rounds.find_better(self.current, self.tokens):
+            return self._free_run.revoke()
+        return self._free_run.renew(rounds.count_grant(len(self.tokens)))
 
     def _verify(self, draft: Draft, origin: Origin) -> list[Action]:
         """Start a round with as much of this draft as pays."""
@@ -286,22 +283,28 @@ class Sequence:
         return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
 
     def _should_speculate(self) -> bool:
-        return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
+        return self._next_rounds.speculates(len(self.tokens))
 
     def _prepare(self) -> list[Action]:
-        sync, speculates = self._drafter_sync, self._should_speculate()
-        current, limits = self.current, self._limits
-        sent = sync.follow(self.tokens, self.round, current, limits, speculates=speculates)
-        return [ToDrafter(message) for message in sent]
+        sync, current = self._drafter_sync, self.current
+        if self._should_speculate() and self._drafter_is_behind:
+            current.is_beside = True
+            return [ToDrafter(sync.catch_up(self.tokens, self.round))]
+        if not (self.planner.prepares and current.speculating):
+            stops = sync.stop(self.tokens, self.round) if self._limits.has_drafter else []
+            return [ToDrafter(stop) for stop in stops]
+        draft, plan = self._next_rounds.plan_preparation(current)
+        current.is_beside = True
+        current.asked = sync.prepare(self.tokens, self.round, draft, plan)
+        return [ToDrafter(current.asked)]
 
     def _draft_now(self, count: int, now: float) -> list[Action]:
-        self.round += 1
-        self._waiting_since = now
-        self.phase = Phase.DRAFTING
+        self.round, self._waiting_since, self.phase = self.round + 1, now, Phase.DRAFTING
         self.current, self._backup = Round(), SpeculationCache()
         count = min(count, self._limits.longest_draft(len(self.tokens)))
-        sync, row = self._drafter_sync, self._row
-        return [ToDrafter(sync.draft_now(self.tokens, self.round, row, count, self._limits))]
+        plan = Preparation([], count, self.planner.held_back, self._next_rounds.siblings)
+        asked = self._drafter_sync.draft_now(self.tokens, self.round, self._row, plan)
+        return [ToDrafter(asked)]
 
     # ------------------------------------------------------------ while the target works
 
@@ -311,7 +314,7 @@ class Sequence:
             return []
         current = self.current
         self.recorder.count_predicted(*self.planner.predict(current.draft, current.origin))
-        if self.planner.mode == "ssd" and current.cache.inherit(current.offered, current.rows):
+        if self.planner.prepares and current.cache.inherit(current.offered, current.rows):
             return self._precompute()
         return []
 
@@ -334,15 +337,12 @@ class Sequence:
         if tree.round != self.round or not self.is_asked_for(tree):
             self.recorder.stale_trees += 1
             return []
-        if tree.replayed:
-            mode, estimates = self.planner.mode, self.planner.estimates
-            estimates.observe_replay(mode, tree.foreseen, tree.replayed)
         match self.phase:
             case Phase.VERIFYING:
                 if not self.current.cache.add(tree):
                     self.recorder.stale_trees += 1  # again, or out of order
                     return []
-                self.planner.estimates.observe_step(tree.depth, count_fed(tree), tree.draft_ms)
+                self.planner.estimates.observe_step(tree.depth, tree.draft_ms)
                 return self._precompute()
             case Phase.DRAFTING:
                 return self._on_backup(tree, now)
@@ -362,7 +362,7 @@ class Sequence:
         grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
         draft = self._backup.draft(*BACKUP)
         # A last token that is not worth verifying ends the drafting too.
-        chosen = self._limits.choose(draft, len(self.tokens), "miss")
+        chosen = self._next_rounds.choose(draft, len(self.tokens), "miss")
         useful = grown and draft.main[-1] in chosen
         if useful and not tree.last and self.planner.should_extend(draft):
             return []

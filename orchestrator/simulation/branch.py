@@ -1,95 +1,47 @@
 """The draft of the one outcome that will come, as the modelled drafter grows it.
 
 Drafts for other outcomes would be dropped unseen; planning for them is most of the work of a
-simulation. They count where runners-up of all branches compete for being continued.
+simulation.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from orchestrator.simulation.oracle import Oracle
-from protocol.messages import END_OF_BRANCH, DraftNow, Prepare
-
-
-class _Tip(NamedTuple):
-    """A drafted token that is fed next."""
-
-    place: int
-    """Its index in the layer before; of the bonus token, its outcome's."""
-    on_track: bool
-    """Whether it and all before it are the target's."""
-    chance: float
-    """How likely its path is, as the drafter sees it."""
+from protocol.messages import END_OF_BRANCH
 
 
 class BranchModel:
-    """Grows as `services.drafter.backends.growth` does.
+    """Grows as `services.drafter.backends.growth` does: a chain, perhaps with siblings.
 
     Args:
         oracle: knows the target's tokens.
         position: of the first draft token.
-        options: how many siblings are named, and how many of them go on.
-        shares: how likely each prepared outcome is.
-        coming: which of them will come; None: none of them.
+        siblings: how many are named beside each token.
+        coming: which prepared outcome will come; None: none of them.
     """
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        position: int,
-        options: Prepare | DraftNow,
-        shares: Sequence[float],
-        coming: int | None,
-    ) -> None:
-        self._oracle, self._position, self._options = oracle, position, options
-        self._shares = np.array(shares)
+    def __init__(self, oracle: Oracle, position: int, siblings: int, coming: int | None) -> None:
+        self._oracle, self._position, self._siblings = oracle, position, siblings
         self._coming = coming
-        self._tips = [] if coming is None else [_Tip(coming, on_track=True, chance=1.0)]
+        self._on_track, self._parent = True, coming or 0
 
     def grow(self, branches: int) -> dict[str, Any]:
-        """The next depth: fields of a `DraftTree`."""
-        siblings = self._options.siblings
-        tokens, confidences, parents = list[int](), list[float](), list[int]()
-        nodes: list[_Tip] = []
-        for tip in self._tips:
-            named = self._name(siblings, on_track=tip.on_track)
-            for token, sure in named:
-                right = tip.on_track and token == self._oracle.token(self._position)
-                nodes.append(_Tip(len(tokens), right, tip.chance * sure))
-                tokens.append(token)
-                confidences.append(sure)
-                parents.append(tip.place)
-        self._tips = self._choose(nodes)
+        """Return the next depth: fields of a `DraftTree`."""
+        named = self._name() if self._coming is not None else []
         self._position += 1
-        if siblings and nodes:
-            return {"tokens": tokens, "confidences": confidences, "parents": parents}
-        plain, sure = [END_OF_BRANCH] * branches, 0.0
+        tokens, sure = [token for token, _ in named], [confidence for _, confidence in named]
+        if self._siblings and named:
+            parents, self._parent = [self._parent] * len(named), 0
+            return {"tokens": tokens, "confidences": sure, "parents": parents}
+        plain, confidence = [END_OF_BRANCH] * branches, 0.0
         if self._coming is not None:
-            plain[self._coming], sure = tokens[0], confidences[0]
-            self._tips = [self._tips[0]._replace(place=self._coming)]
-        return {"tokens": plain, "confidences": [sure] * branches}
+            plain[self._coming], confidence = tokens[0], sure[0]
+        return {"tokens": plain, "confidences": [confidence] * branches}
 
-    def _name(self, siblings: int, *, on_track: bool) -> list[tuple[int, float]]:
-        oracle, position = self._oracle, self._position
-        best = oracle.best_guess(position), oracle.confidence(position, on_track=on_track)
-        return [best, *oracle.siblings(position, siblings, on_track=on_track)]
-
-    def _choose(self, nodes: list[_Tip]) -> list[_Tip]:
-        """What is fed next: the chain's, and its share of the likeliest of all branches.
-
-        The other branches are taken to look like this one.
-        """
-        if not nodes or self._coming is None:
-            return nodes
-        chain, others = nodes[0], sorted(nodes[1:], key=lambda one: -one.chance)
-        grown = self._options.grown_siblings
-        if not grown or not others:
-            return [chain]
-        weights = self._shares[:, None] * np.array([one.chance for one in others])
-        if weights.size <= grown:
-            return [chain, *others]
-        least = np.partition(weights.ravel(), -grown)[-grown]
-        kept = int((weights[self._coming] >= least).sum())
-        return [chain, *others[: min(kept, grown)]]
+    def _name(self) -> list[tuple[int, float]]:
+        oracle, position, on_track = self._oracle, self._position, self._on_track
+        best = oracle.best_guess(position)
+        named = [(best, oracle.confidence(position, on_track=on_track))]
+        named += oracle.siblings(position, self._siblings, on_track=on_track)
+        self._on_track = on_track and best == oracle.token(position)
+        return named

@@ -135,14 +135,11 @@ class DrafterModel:
         self._roots = {bonus for _, bonus in roots}
         row, bonus = oracle.outcome(pending, tree)
         coming = roots.index((row, bonus)) if (row, bonus) in roots else None
-        shares = oracle.shares(pending, tree, message.fan_out)
-        branch = BranchModel(oracle, pending + tree.depths[row] + 2, message, shares, coming)
-        fed = len(roots)
+        branch = BranchModel(oracle, pending + tree.depths[row] + 2, message.siblings, coming)
         for depth in range(1, message.depth + 1 if roots else 1):
-            milliseconds += self._time(fed)
+            milliseconds += self._time(len(roots))
             self._tree_depths = depth
             layer = branch.grow(len(roots))
-            fed = len(roots) + message.grown_siblings
             yield (
                 milliseconds,
                 DraftTree(
@@ -160,12 +157,10 @@ class DrafterModel:
     def _draft(self, message: DraftNow) -> Iterator[_Step]:
         self._roots = set()
         first = message.base + len(message.tokens) + 1
-        branch = BranchModel(self._oracle, first, message, [1.0], 0)
-        fed = 1
+        branch = BranchModel(self._oracle, first, message.siblings, 0)
         for depth in range(1, message.count + 1):
-            milliseconds = self._time(fed)
+            milliseconds = self._time(1)
             layer = branch.grow(1)
-            fed = 1 + message.grown_siblings
             yield (
                 milliseconds,
                 DraftTree(

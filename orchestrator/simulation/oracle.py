@@ -9,12 +9,9 @@ drawn from a Beta law around the stretch's rate). What is not modelled: a candid
 that is better where the drafter is surer, and a confidence that is wrong on average.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.learning.fan_out import acceptance_distribution
 from orchestrator.simulation.scenario import AcceptanceModel
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import UsageError
@@ -84,30 +81,6 @@ class Oracle:
     def _hit(self, candidates: int) -> float:
         curve = self._acceptance
         return 1.0 - float((1.0 - curve.first) * candidates**-curve.r)
-
-    def shares(self, position: int, tree: TokenTree, fan_out: Sequence[int]) -> list[float]:
-        """How likely the drafter takes each prepared outcome to be.
-
-        Args:
-            position: of the pending token.
-            tree: what is verified.
-            fan_out: how many outcomes are prepared behind each row.
-        """
-        rates = []
-        for row, parent in enumerate(tree.parents, start=1):
-            place = position + tree.depths[row]
-            rank = list(tree.children[parent].values()).index(row)
-            sure = self.confidence(place, on_track=True)
-            rates.append(sure if rank == 0 else self.siblings(place, rank, on_track=True)[-1][1])
-        found = []
-        stays = acceptance_distribution(rates, tree.parents)
-        for row, wanted in enumerate(fan_out[: len(tree)]):
-            skipped = max(0, len(tree.children[row]) - 1)
-            hits = [
-                self._hit(skipped + rank) if skipped + rank else 0.0 for rank in range(wanted + 1)
-            ]
-            found += [stays[row] * (hits[i + 1] - hits[i]) for i in range(wanted)]
-        return found
 
     def bonuses(self, position: int, count: int, *, rejected: int) -> list[int]:
         """The drafter's best candidates for a bonus token, but for the first ones, `rejected`."""

@@ -20,12 +20,7 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
-from orchestrator.simulation.bound import (
-    Rounds,
-    estimate_ranks,
-    tree_bound_tok_s,
-    upper_bound_tok_s,
-)
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
@@ -56,8 +51,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float
     bound_tok_s: float
     """Theorem 7 with the rounds' own hit rate, lengths and times (`bound`)."""
-    tree_bound_tok_s: float
-    """The same with the best trees in place of what was verified in rounds that hit."""
     tokens_per_hit: float
     """E_hit: tokens that a round brought whose draft was ready; 0 if there was none."""
     tokens_per_miss: float
@@ -69,11 +62,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """tok/s over the bound."""
         return self.tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
 
-    @property
-    def tree_efficiency(self) -> float:
-        """tok/s over the bound of the best trees."""
-        return self.tok_s / self.tree_bound_tok_s if self.tree_bound_tok_s else 0.0
-
 
 def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None = None) -> Run:
     """Decode one answer in virtual time; `estimates` is what was learned before, if anything."""
@@ -84,7 +72,7 @@ def _time_passes(device: Device) -> PassTimes:
     """What a verifier of this kind measures at load."""
     cost = curve(device.t_verify)
     times = {rows: cost.of(rows) + device.exchange_ms(rows) for rows in _MEASURED_ROWS}
-    return PassTimes(chains=times, trees=times)
+    return PassTimes(chains=times)
 
 
 @dataclass
@@ -143,13 +131,6 @@ class _Answer:
             strategy=self._strategy,
             tok_s=statistics.tok_s,
             bound_tok_s=upper_bound_tok_s(books.hit, books.other, sum(waits)),
-            tree_bound_tok_s=tree_bound_tok_s(
-                books.hit,
-                books.other,
-                sum(waits),
-                ranks=estimate_ranks(statistics.offered_by_rank, statistics.chosen_by_rank),
-                verify_ms=[self._estimates.tree_latency.of(rows) for rows in range(1, 34)],
-            ),
             tokens_per_hit=books.hit.tokens_per_round,
             tokens_per_miss=books.other.tokens_per_round,
             statistics=statistics,

@@ -90,8 +90,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """K; 0 is adaptive."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """B; 0 is adaptive."""
-    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
-    """Draft tokens of the trees that are verified; 0 and 1 mean chains; None is adaptive."""
+    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
+    """Draft tokens of the trees that are verified; 0 and 1: chains."""
     verify_ahead: bool | None = None
     """Whether the verifier begins prepared rounds by itself; None: if that pays."""
 
@@ -103,8 +103,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         knobs = [f"K={self.num_draft_tokens}"] if self.num_draft_tokens else ["adaptive"]
         if self.mode == "ssd":
             knobs += [f"B={self.branches}"] if self.branches else []
-        if self.tree_nodes is not None:
-            knobs += [f"N={self.tree_nodes}" if self.tree_nodes > 1 else "chains"]
+        if self.tree_nodes > 1:
+            knobs += [f"N={self.tree_nodes}"]
         if self.verify_ahead is not None:
             knobs += ["ahead" if self.verify_ahead else "asked"]
         return f"{self.mode} {' '.join(knobs)}"

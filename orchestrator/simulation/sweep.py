@@ -20,8 +20,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Sequential speculative decoding, adaptive."""
     adaptive: Run
     """SSD as it is by default."""
-    chains: Run
-    """The same without trees."""
     fixed: list[Run] = []
     """SSD with lookahead and budget fixed by hand."""
 
@@ -35,11 +33,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         """Adaptive tok/s over the best fixed pair's; above 1 the planner wins."""
         best = self.best_fixed
         return self.adaptive.tok_s / best.tok_s if best else 1.0
-
-    @property
-    def against_chains(self) -> float:
-        """Adaptive tok/s over that of chains: what trees bring."""
-        return self.adaptive.tok_s / self.chains.tok_s
 
     @property
     def against_plain(self) -> float:
@@ -73,6 +66,5 @@ def compare(
         plain=run(Strategy(mode="ar")),
         sequential=run(Strategy(mode="sd")),
         adaptive=run(Strategy()),
-        chains=run(Strategy(tree_nodes=1)),
         fixed=[run(strategy) for strategy in fixed],
     )

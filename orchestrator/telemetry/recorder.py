@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from orchestrator.learning.cost_model import MOST_SIBLINGS
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from orchestrator.telemetry.timeline import Timeline
@@ -23,9 +22,6 @@ from protocol.messages import (
     TokenOrigin,
     VerificationOutcome,
 )
-
-_RANKS = 1 + MOST_SIBLINGS
-"""Choices of a drafter that are counted: a tree has no more beside each other."""
 
 
 @dataclass
@@ -64,8 +60,6 @@ class Recorder:
     rewinding: str = ""
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
-    offered_by_rank: Counter[int] = field(default_factory=Counter)
-    chosen_by_rank: Counter[int] = field(default_factory=Counter)
     was_suspended: bool = False
     """Others had its place since the last token: the time until the next one is not its own."""
     timeline: Timeline | None = None
@@ -132,15 +126,6 @@ class Recorder:
         )
         if seen.rank is not None:
             self.ranks[seen.rank] += 1
-        if seen.origin == "hit":
-            self._count_ranks(seen)
-
-    def _count_ranks(self, seen: RoundObservation) -> None:
-        for rank, known in seen.ranks:
-            looked_at = known if rank is None else rank + 1
-            self.offered_by_rank.update(range(min(looked_at, _RANKS)))
-            if rank is not None and rank < _RANKS:
-                self.chosen_by_rank[rank] += 1
 
     def count_states(self, size: int) -> None:
         """Count states that went to the drafter; those of the prompt are its prefill's."""
@@ -277,18 +262,15 @@ class Recorder:
             by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
-            **self._by_lag_and_rank(),
+            **self._by_lag(),
         )
 
-    def _by_lag_and_rank(self) -> dict[str, Any]:
-        """Counts as lists: the first lag is 1, the first rank 0."""
+    def _by_lag(self) -> dict[str, Any]:
+        """Counts as lists; the first lag is 1."""
         lags = range(1, max(self.offered_by_lag, default=0) + 1)
-        ranks = range(max(self.offered_by_rank, default=-1) + 1)
         return {
             "offered_by_lag": [self.offered_by_lag[lag] for lag in lags],
             "accepted_by_lag": [self.accepted_by_lag[lag] for lag in lags],
-            "offered_by_rank": [self.offered_by_rank[rank] for rank in ranks],
-            "chosen_by_rank": [self.chosen_by_rank[rank] for rank in ranks],
         }
 
 

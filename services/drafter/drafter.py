@@ -28,8 +28,6 @@ from protocol.messages import (
 from services.drafter.backends.base import (
     DraftBackend,
     DraftedToken,
-    Replay,
-    Replaying,
     RoundOptions,
     Rows,
     TargetReading,
@@ -38,9 +36,6 @@ from services.drafter.backends.base import (
 )
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable, check_rewind
-
-_LEAST_REPLAYED = 8
-"""Fewer committed tokens than these say nothing about a text."""
 
 
 class Drafter:
@@ -51,7 +46,6 @@ class Drafter:
         self._open: set[int] = set()
         self._lengths: SequenceTable[int] = SequenceTable()
         """Committed tokens of each sequence that is open and prefilled."""
-        self._replays: dict[int, Replay] = {}
         """What it saw when it looked back on a sequence and has not told yet."""
 
     def forget(self) -> None:
@@ -60,7 +54,6 @@ class Drafter:
             self._backend.close(sequence)
         self._open.clear()
         self._lengths.clear()
-        self._replays.clear()
 
     def supersedes(self, news: Work, current: Work) -> bool:
         """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
@@ -93,7 +86,6 @@ class Drafter:
             case CloseSequence():
                 self._open.discard(message.sequence)
                 self._lengths.pop(message.sequence, None)
-                self._replays.pop(message.sequence, None)
                 self._backend.close(message.sequence)
             case _:
                 raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
@@ -109,7 +101,6 @@ class Drafter:
     def _prefill(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._lengths.pop(message.sequence, None)
-        self._replays.pop(message.sequence, None)
         self._backend.close(message.sequence)
         self._check_tokens(message.tokens)
         yield from self._backend.open(message.sequence, message.tokens, message.sampling)
@@ -124,7 +115,6 @@ class Drafter:
         answers = _Answers(message, [])
         tree = self._check_prepare(message)
         self._commit(message)
-        answers.replay = self._take_replay(message.sequence)
         options, depth = self._options(message), self._clip(message.depth)
         sequence, fan_out, backend = message.sequence, message.fan_out, self._backend
         if self._takes_trees and isinstance(backend, TreeDrafting):
@@ -139,7 +129,6 @@ class Drafter:
         self._commit(message)
         if not message.count:
             return  # it only ends what was being drafted, or catches up
-        answers.replay = self._take_replay(message.sequence)
         options, count = self._options(message), self._clip(message.count)
         sequence, pending, backend = message.sequence, message.pending, self._backend
         layers: Iterable[TreeLayer | None]
@@ -159,23 +148,14 @@ class Drafter:
             message.round,
             message.held_back,
             siblings=message.siblings if self._takes_trees else 0,
-            grown_siblings=message.grown_siblings,
         )
-
-    def _take_replay(self, sequence: int) -> Replay:
-        return self._replays.pop(sequence, Replay(0, 0))
 
     def _commit(self, message: Prepare | DraftNow) -> None:
         """Bring the backend up to date; raises ProtocolError if the message does not fit."""
         sequence, base, tokens = message.sequence, message.base, message.tokens
         check_rewind(self._lengths[sequence], base)
         self._check_tokens(tokens)
-        backend = self._backend
-        if len(tokens) > _LEAST_REPLAYED and isinstance(backend, Replaying):
-            if (replay := backend.replay(sequence, base, tokens)) is not None:
-                self._replays[sequence] = replay
-        else:
-            backend.commit(sequence, base, tokens)
+        self._backend.commit(sequence, base, tokens)
         self._lengths[sequence] = base + len(tokens)
 
     def _check_prepare(self, message: Prepare) -> TokenTree:
@@ -216,7 +196,6 @@ class _Answers:
 
     def __init__(self, message: Prepare | DraftNow, known: list[tuple[int, int]]) -> None:
         self._message, self._known = message, known
-        self.replay = Replay(0, 0)
         """What the drafter saw when it looked back on the tokens that came with it."""
         self._most = message.depth if isinstance(message, Prepare) else message.count
         self._began = time.monotonic_ns()
@@ -249,8 +228,6 @@ class _Answers:
             confidences=[_to_probability(c) for c in layer.confidences],
             distributions=layer.distributions,
             draft_ms=(now - began) / 1e6,
-            replayed=self.replay.tokens if self._depth == 1 else 0,
-            foreseen=self.replay.foreseen if self._depth == 1 else 0,
             at_ns=now,
             last=is_last or self._depth == self._most,
         )

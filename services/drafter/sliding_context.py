@@ -18,8 +18,6 @@ from services.drafter.backends.base import (
     BackendIdentity,
     DraftBackend,
     DraftedToken,
-    Replay,
-    Replaying,
     RoundOptions,
     Rows,
     TargetReading,
@@ -73,17 +71,6 @@ class SlidingContextBackend:
             self._backend.commit(sequence, base - window.first, tokens)
         else:
             window.held = False
-
-    def replay(self, sequence: int, base: int, tokens: Tokens) -> Replay | None:
-        """See `base.Replaying`; None if the backend cannot, or has to begin anew."""
-        window, backend = self._windows[sequence], self._backend
-        fits = base + len(tokens) - window.first <= self._context
-        if not isinstance(backend, Replaying) or not (window.held and fits) or base < window.first:
-            self.commit(sequence, base, tokens)
-            return None
-        check_rewind(len(window.tokens), base)
-        window.tokens[base:] = tokens
-        return backend.replay(sequence, base - window.first, tokens, window.first)
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
         """See `base.TargetReading`; states of tokens that the backend does not have are dropped."""

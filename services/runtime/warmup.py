@@ -30,11 +30,9 @@ _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (
     DEFAULT_ROUND_OPTIONS,
-    RoundOptions(siblings=2, grown_siblings=4),
-    RoundOptions(siblings=4, grown_siblings=8),
-    RoundOptions(siblings=4, grown_siblings=16),
+    RoundOptions(siblings=4),
 )
-"""Chains, and trees that grow in width."""
+"""Chains, and trees."""
 
 
 @contextlib.contextmanager

@@ -335,7 +335,7 @@ def test_the_time_to_the_next_verification_is_measured_after_each_hit(
     house: House, bonus: int
 ) -> None:
     """Whether it was encoded beforehand or not: of sixteen outcomes, only the likeliest are."""
-    house.client(ask(num_draft_tokens=1))
+    house.client(ask(num_draft_tokens=1, branches=16))
     asked = house.told(b"d", Prepare)[-1]
     tree = DraftTree(
         sequence=asked.sequence,
@@ -430,6 +430,7 @@ def test_a_late_draft_is_not_waited_for() -> None:
     house.service(b"v", VERIFIER)
     house.service(b"d", DRAFTER)
     house.client(ask(mode="sd"))
+    house.service(b"d", Prefilled(sequence=1, length=2, prefill_ms=1.0))
     house.verified(0, 5)
     asked, stop = house.told(b"d", DraftNow)
     assert asked.count > stop.count == 0
@@ -649,9 +650,10 @@ def test_a_request_that_comes_again_is_answered_once(house: House) -> None:
 
 def test_a_new_request_is_a_new_text(house: House) -> None:
     """While the drafter rests, a request that arrives makes its next trial come sooner."""
-    pace = house._orchestrator.estimates.cost_model.switches["ssd"]
+    pace = house._orchestrator._estimates.switch("ssd")
+    assert pace is not None
     while not pace.is_paused:
-        pace.observe(1, 10.0, accepted=0)
+        pace.observe(1, 60.0 if pace.speculating else 10.0, accepted=0)
     before = pace._left
     house.client(ask(1))
     assert pace.is_paused
@@ -744,6 +746,7 @@ def test_an_answer_with_a_gap_has_no_end(house: House) -> None:
 def test_a_drafter_that_sends_invalid_messages_is_left(house: House) -> None:
     """What cannot be decoded marks its sender, and the request goes on plainly at once."""
     house.client(ask(max_tokens=3, mode="sd"))
+    house.service(b"d", Prefilled(sequence=1, length=2, prefill_ms=1.0))
     house.verified(0, 5)
     house.drafting(float("nan"))
     house.verified(0, 6)

@@ -63,6 +63,7 @@ def observed(**changes: Any) -> RoundObservation:
         "verify_ms": 10.0,
         "idle_ms": None,
     }
+    told["beside"] = changes.get("speculating", True)
     return RoundObservation(**{**told, **changes})
 
 
@@ -78,12 +79,6 @@ def tree_of(confidences: Iterable[float], parents: Iterable[int]) -> Draft:
     for token, (confidence, parent) in enumerate(zip(confidences, parents, strict=True)):
         draft.add(token, confidence, parent=parent)
     return draft
-
-
-def teach_that_trees_pay(estimates: CostModel) -> None:
-    """As if trials had found it: the next one is far away."""
-    for trial in estimates.tree_trials.values():
-        trial.pays, trial._rest = True, 4096
 
 
 def describe(thing: Any) -> Any:
@@ -307,21 +302,18 @@ class FakeDrafter:
         ends: list[Tokens],
         depths: int,
     ) -> Iterator[DraftTree]:
-        """Trees: each end gets its best candidates, unless it has none; some go on."""
+        """Trees: each end gets its best candidates, unless it has none; the best one goes on."""
         for depth in range(1, depths + 1):
             parents: list[int] = []
             tokens: Tokens = []
             following: list[Tokens] = []
-            grown = message.grown_siblings
             for index, end in enumerate(ends):
                 ended = end == [] or self._next_or_end(end) == END_OF_BRANCH
                 found = [] if ended else self._candidates(end, 1 + message.siblings)
                 parents += [index] * len(found)
                 tokens += found
                 for place, token in enumerate(found):
-                    goes_on = place == 0 or grown > 0
-                    grown -= place > 0
-                    following.append([*end, token] if goes_on else [])
+                    following.append([*end, token] if place == 0 else [])
             ends = following
             last = depth == depths or not tokens
             yield self._layer(message, depth, outcomes, tokens, last=last, parents=parents)
@@ -389,7 +381,7 @@ class Stack:
         estimates: CostModel | None = None,
         sampling: Sampling | None = None,
         trees: bool = False,
-        tree_nodes: int | None = None,
+        tree_nodes: int = 0,
         verify_ahead: bool | None = None,
         punctuality: float = 1.0,
         row_ms: float = 1.0,

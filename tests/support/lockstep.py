@@ -58,7 +58,7 @@ class Lockstep:
 
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
-        *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int | None = None,
+        *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int = 0,
         verify_ahead: bool = False, branches: int = 0,
         deliver: Callable[[Features], list[Features]] = lambda message: [message],
     ) -> None:  # fmt: skip

@@ -86,7 +86,7 @@ class RunningStack:
         stop: list[str] | None = None,
         tokens: Tokens | None = None,
         num_draft_tokens: int = 0,
-        tree_nodes: int | None = None,
+        tree_nodes: int = 0,
         verify_ahead: bool | None = None,
         when: Callable[[int], None] | None = None,
     ) -> Answered:

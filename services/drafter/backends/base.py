@@ -49,8 +49,6 @@ class RoundOptions(NamedTuple):
     add to its positions where the noise of a position is asked for."""
     siblings: int = 0
     """Candidates to name beside the best one, for `TreeDrafting`."""
-    grown_siblings: int = 0
-    """How many of them, of all branches together, to continue at each depth."""
 
 
 DEFAULT_ROUND_OPTIONS = RoundOptions()
@@ -108,26 +106,6 @@ class TargetReading(Protocol):
 
         They may come before the tokens do, again, in any order, or never: then the backend
         drafts without. Sequences that are not open are ignored.
-        """
-        ...
-
-
-class Replay(NamedTuple):
-    """Committed tokens that a drafter looked back on."""
-
-    tokens: int
-    foreseen: int
-    """How many of them it would have drafted, each after those before it."""
-
-
-@runtime_checkable
-class Replaying(Protocol):
-    """What a backend that can look back can do besides."""
-
-    def replay(self, sequence: int, base: int, tokens: Tokens, shift: int = 0) -> Replay | None:
-        """As `DraftBackend.commit`, and how well it would have drafted the last of these tokens.
-
-        None if it cannot tell, as where draft tokens are drawn. `shift`: see `RoundOptions`.
         """
         ...
 

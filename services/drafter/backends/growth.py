@@ -1,15 +1,10 @@
 """How a tree grows at a drafter: what is fed in which order, and how branches go on. Pure."""
 
-from collections.abc import Sequence
-from math import inf, log
 from typing import NamedTuple
-
-import numpy as np
 
 from protocol.decoding.token_tree import TokenTree
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.mlx_tree import Bud
-from services.sampling.candidates import Top
 
 
 class Layout(NamedTuple):
@@ -57,10 +52,6 @@ class Tip(NamedTuple):
     """Position of the last trunk token that it sees."""
     place: int
     """Its index in the layer before; of a bonus token, its outcome's."""
-    is_best: bool
-    """Whether it and all before it, back to the bonus token, were the likeliest candidates."""
-    score: float
-    """Logarithm of how likely its path is, as the drafter sees it."""
 
 
 def grow_layer(
@@ -72,24 +63,22 @@ def grow_layer(
 ) -> tuple[TreeLayer, list[Tip]]:
     """The next depth, and what of it is fed.
 
-    The best candidate of each branch always goes on, so that a branch is never shorter than
-    without siblings; of all others those of the likeliest paths.
+    The best candidate of each branch goes on; its siblings are leaves.
 
     Args:
         outcomes: the branches.
         tips: what was fed.
         candidates: of each tip, what may follow, best first.
         first: index of the first tip among all that was fed.
-        options: whether siblings are named, and how many of them go on.
+        options: whether siblings are named.
     """
     pairs = enumerate(zip(tips, candidates, strict=True), start=first)
     named = [(fed, tip, *pair) for fed, (tip, drafts) in pairs for pair in enumerate(drafts)]
-    followers = [
-        Tip(draft.token, fed, tip.fork, place, tip.is_best and rank == 0, _add_log(tip, draft))
+    best = [
+        Tip(draft.token, fed, tip.fork, place)
         for place, (fed, tip, rank, draft) in enumerate(named)
+        if rank == 0
     ]
-    best = [tip for tip in followers if tip.is_best]
-    others = sorted((tip for tip in followers if not tip.is_best), key=lambda tip: -tip.score)
     layer = TreeLayer(
         outcomes,
         [draft.token for *_, draft in named],
@@ -97,46 +86,17 @@ def grow_layer(
         [draft.distribution for *_, draft in named if draft.distribution.tokens],
         [tip.place for _, tip, *_ in named] if options.siblings else [],
     )
-    return layer, [*best, *others[: options.grown_siblings]]
+    return layer, best
 
 
-def _add_log(tip: Tip, draft: DraftedToken) -> float:
-    """How likely the path to this token is."""
-    return tip.score + (log(draft.confidence) if draft.confidence > 0.0 else -inf)
-
-
-def begin_tips(
-    outcomes: list[Outcome], tree: TokenTree, tops: Sequence[Top | None], places: list[Bud]
-) -> list[Tip]:
-    """The bonus tokens of the branches, with how likely each outcome is.
+def begin_tips(outcomes: list[Outcome], places: list[Bud]) -> list[Tip]:
+    """Return the bonus tokens of the branches.
 
     Args:
         outcomes: the branches.
-        tree: what is verified.
-        tops: of each row, the candidates after it, under the noise if there is any. None: what
-            follows it counts as certain.
         places: of each row, where it is at the drafter.
     """
-    reached = [0.0]
-    for row, parent in enumerate(tree.parents, start=1):
-        reached.append(reached[parent] + _likelihood(tops[parent], tree.tokens[row]))
     return [
-        Tip(
-            bonus,
-            places[row].parent,
-            places[row].fork,
-            place,
-            is_best=True,
-            score=reached[row] + _likelihood(tops[row], bonus),
-        )
+        Tip(bonus, places[row].parent, places[row].fork, place)
         for place, (row, bonus) in enumerate(outcomes)
     ]
-
-
-def _likelihood(top: Top | None, token: int) -> float:
-    """Logarithm of the drafter's probability; the last candidate's if it is none of them."""
-    if top is None:
-        return 0.0
-    found = np.flatnonzero(top.ids[0] == token)
-    logit = top.logits[0, found[0]] if found.size else top.logits[0].min()
-    return float(logit - top.totals[0])

@@ -42,14 +42,13 @@ from services.drafter.backends.base import (
     BackendIdentity,
     DraftedToken,
     Outcome,
-    Replay,
     RoundOptions,
     TreeLayer,
 )
 from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
 from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
-from services.drafter.backends.mlx_tree import MOST_REPLAYED, Bud, Tree, Trunk
+from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
@@ -57,7 +56,6 @@ from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.cuda.attention import fit_chunk
 from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.draft_weights import use_weights
-from services.mlx.few_rows.blocks import MOST_ROWS
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
@@ -70,7 +68,6 @@ from services.sampling.device import best_of
 class MlxBackend:
     """See `base.DraftBackend` and `base.TreeDrafting`."""
 
-    _replays = True  # it computes what it needs to look back
     _feeds_by_depth = False
     """Whether a token can be fed only after the one before it."""
 
@@ -156,26 +153,9 @@ class MlxBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Note the committed tokens; what the trunk or the tree holds of them is kept."""
-        self._take_in(self._sequences[sequence], base, tokens)
-
-    def replay(self, sequence: int, base: int, tokens: Tokens, shift: int = 0) -> Replay | None:
-        """See `base.Replaying`."""
         known = self._sequences[sequence]
-        if not self._replays or uses_rejection(known.sampling) or known.processor is not None:
-            self.commit(sequence, base, tokens)
-            return None
-        looked_at = min(len(tokens), MOST_REPLAYED)
-        self._take_in(known, base, tokens[: len(tokens) - looked_at])
-        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], looks=True)
-        return known.look_back(known.committed - looked_at + 1, shift)
-
-    def _take_in(self, known: Trunk, base: int, tokens: Tokens, *, looks: bool = False) -> None:
         check_rewind(known.committed, base)
-        # So few are one call on a CPU; it cannot wait for company.
-        size = MOST_ROWS if looks and not self._on_gpu else max(1, len(tokens))
-        for at in range(0, len(tokens), size):
-            piece = tokens[at : at + size]
-            list(self._feed(known, base + at, piece, len(piece) if looks else 0, known.width(1)))
+        list(self._feed(known, base, tokens, 0, known.width(1)))
         known.committed = base + len(tokens)
 
     def prepare(
@@ -216,8 +196,8 @@ class MlxBackend:
             top = yield from self._feed_buds(known, [bud for _, bud in level], width)
             found |= {row: top.only(at) for at, (row, _) in enumerate(level)}
         tops += [found[row] for row in range(held, len(tree))]
-        roots, ranked = known.fork(tree, tops, fan_out, options.shift)
-        tips = begin_tips(roots, tree, ranked, layout.places)
+        roots = known.fork(tree, tops, fan_out, options.shift)
+        tips = begin_tips(roots, layout.places)
         yield from self._grow(known, roots, tips, depth, options)
 
     def draft(
@@ -255,7 +235,7 @@ class MlxBackend:
         yield from self._feed(known, known.committed, [], rows=0)
         known.cut(known.committed)
         known.tree = Tree(known.committed, [])
-        tip = Tip(pending, -1, known.committed - 1, 0, is_best=True, score=0.0)
+        tip = Tip(pending, -1, known.committed - 1, 0)
         yield from self._grow(known, [Outcome(0, pending)], [tip], count, options)
 
     def _feed(
@@ -354,8 +334,7 @@ class MlxBackend:
         """Depth by depth what follows these bonus tokens."""
         if uses_rejection(known.sampling):
             options = options._replace(siblings=0)  # what is drawn has none
-        grown = options.grown_siblings if options.siblings else 0
-        if self.ahead is not None and not grown and self._goes_ahead(known):
+        if self.ahead is not None and self._goes_ahead(known):
             yield from self.ahead.grow(known, roots, tips, depth, options)
             return
         width = known.width(1 + options.siblings)

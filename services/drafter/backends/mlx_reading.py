@@ -80,8 +80,6 @@ class _ReadingTrunk(Trunk):
 class ReadingBackend(MlxBackend):
     """See `base.DraftBackend` and `base.TargetReading`."""
 
-    _replays = False
-
     def __init__(
         self,
         folder: Path,

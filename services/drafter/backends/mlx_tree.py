@@ -13,15 +13,13 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import Outcome, Replay, RoundOptions
+from services.drafter.backends.base import Outcome
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
-from services.sampling.candidates import SAMPLED_WIDTH, Top, draft_tokens, rank_bonuses
+from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
 
 _REMEMBERED = 64
 """How many of the last tokens have their candidates kept."""
-MOST_REPLAYED = 48
-"""Tokens that are looked back on; fewer than are remembered."""
 
 
 class Bud(NamedTuple):
@@ -182,21 +180,10 @@ class Trunk:
         oldest = length - _REMEMBERED
         self.tops = {p: top for p, top in self.tops.items() if oldest <= p < length}
 
-    def look_back(self, first: int, shift: int) -> Replay:
-        """Which tokens from position `first` on the candidates before them foresaw."""
-        positions = range(first, len(self.tokens))
-        options = RoundOptions(shift=shift)
-        drafts = [
-            draft_tokens(self.tops[position - 1], [position], self.sampling, options)[0].token
-            for position in positions
-        ]
-        right = [draft == self.tokens[at] for draft, at in zip(drafts, positions, strict=True)]
-        return Replay(len(right), sum(right))
-
     def fork(
         self, tree: TokenTree, tops: Sequence[Top], fan_out: list[int], shift: int
-    ) -> tuple[list[Outcome], list[Top]]:
-        """The outcomes to prepare for, the best bonus tokens behind each row; and those ranked.
+    ) -> list[Outcome]:
+        """Return the outcomes to prepare for, the best bonus tokens behind each row.
 
         Args:
             tree: what is verified.
@@ -205,12 +192,11 @@ class Trunk:
             shift: `RoundOptions.shift`.
         """
         roots: list[Outcome] = []
-        ranked: list[Top] = []
         for row, top in enumerate(tops):
             position = self.committed + tree.depths[row] + 1
-            ranked.append(rank_bonuses(top, position + shift, self.sampling))
+            ranked = rank_bonuses(top, position + shift, self.sampling)
             rejected = tree.children[row]
             wanted = fan_out[row] if row < len(fan_out) else 0
-            few = ranked[-1].ids[0, : wanted + len(rejected)].tolist()
+            few = ranked.ids[0, : wanted + len(rejected)].tolist()
             roots += [Outcome(row, token) for token in few if token not in rejected][:wanted]
-        return roots, ranked
+        return roots

@@ -12,7 +12,7 @@ import pytest
 
 from launch.bench.result import BenchFile, BenchRun
 from launch.bench.runs import comparable
-from launch.bench.summary import bootstrap, categories, measure_passes, summary
+from launch.bench.summary import bootstrap, categories, summary
 from launch.bench.variant import parse, parse_all
 from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from orchestrator.telemetry.recorder import Recorder
@@ -166,35 +166,6 @@ def test_hits_and_the_bound_are_pooled() -> None:
     assert found.mean_acceptance_length == 2.5
     hit, miss = Rounds(6, 18, 600.0), Rounds(3, 4, 240.0)
     assert found.bound_tok_s == upper_bound_tok_s(hit, miss, 60.0)
-
-
-def test_trees_have_a_bound_of_their_own() -> None:
-    """The best tree by the ranks of all answers under the medians of T_v, in the rounds that hit or
-    in all; a mode that verified no tree has none."""
-    told = statistics(
-        rounds=10,
-        drafted=30,
-        accepted=2,
-        by_origin={
-            "hit": RoundStats(rounds=6, tokens=8, drafted=30, verify_ms=600.0),
-            "target": RoundStats(rounds=4, tokens=4, verify_ms=400.0),
-        },
-        offered_by_rank=[10, 4],
-        chosen_by_rank=[6, 2],
-        phase_ms={"verify": 99.0, "verify_1": 80.0, "verify_2": 100.0, "verify_4": 120.0},
-    )
-    slower = msgspec.structs.replace(told, phase_ms={"verify_4": 160.0})
-    runs = [run(p, "ssd", 10.0, statistics=told, tokens=9, decode_s=1.0) for p in range(2)]
-    chains = summary(runs)["ssd"]
-    assert chains.tree_bound_tok_s is chains.tree_efficiency is chains.ready_bound_tok_s is None
-    trees = [msgspec.structs.replace(one, tree_rounds=3) for one in (told, slower)]
-    told_runs = [msgspec.structs.replace(r, statistics=s) for r, s in zip(runs, trees, strict=True)]
-    found = summary(told_runs)["ssd"]
-    assert measure_passes(trees) == [80.0, 100.0, 120.0, 140.0]
-    # Ranks .6 and .2; three nodes of .6, .36, .216: 1.6, 1.96, 2.176 tokens a round.
-    assert found.ready_bound_tok_s == pytest.approx(1e3 * 1.96 / 120)
-    assert found.tree_bound_tok_s == pytest.approx(1e3 * (12 * 1.96 + 8) / (12 * 120 + 800))
-    assert found.tree_efficiency == pytest.approx(8.0 / found.tree_bound_tok_s)
 
 
 def schema() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PROTOCOL_VERSION, Hello, PassTimes, Role
-from tests.support.fakes import chain_of, observed, teach_that_trees_pay
+from tests.support.fakes import chain_of, observed
 
 FLAT = {1: 5.5, 2: 6.3, 4: 6.4, 8: 6.9, 16: 7.5, 32: 8.5}
 """Of a GPU that reads 16 GB of weights in any case."""
@@ -20,9 +20,9 @@ ROUND = observed(confidences=[0.8] * 3, accepted=2, verify_ms=6.4, idle_ms=0.5)
 PLAIN = observed(speculating=False, origin="target", verify_ms=5.5, idle_ms=0.5)
 
 
-def expecting(chains: dict[int, float], trees: dict[int, float] | None = None) -> CostModel:
+def expecting(chains: dict[int, float]) -> CostModel:
     known = CostModel()
-    known.expect_passes(PassTimes(chains=chains, trees=trees or {}))
+    known.expect_passes(PassTimes(chains=chains))
     return known
 
 
@@ -46,20 +46,6 @@ def test_times_at_load_hold_between_and_beyond_what_was_measured() -> None:
     assert not latency.is_known
 
 
-def test_first_passes_that_prepare_something_do_not_shorten_drafts() -> None:
-    """They take twice as long, over several numbers of rows; the next ones tell the truth."""
-    known = expecting(FLAT)
-    for rows in (1, 2, 3):
-        for _ in range(20):
-            known.verify_latency.observe(rows, VerifyLatency.of(known.verify_latency, rows))
-    for rows in (5, 6, 7, 8, 9):
-        for _ in range(2):
-            known.verify_latency.observe(rows, 13.5)
-    planner = Planner("ssd", known)
-    assert len(planner.choose_nodes(chain_of([0.85] * 8), "hit")) >= 6
-    assert known.verify_latency.of(8) == pytest.approx(6.9, rel=0.25)
-
-
 @pytest.mark.parametrize(("times", "one_in"), [(2.0, 2), (2.0, 10), (3.0, 2), (3.0, 10)])
 def test_a_size_that_is_dear_again_and_again_is_believed(times: float, one_in: int) -> None:
     """A pass over nine rows may go another way than one over eight, however seldom it is."""
@@ -81,18 +67,6 @@ def test_two_neighbours_do_not_make_further_rows_free() -> None:
     assert latency.of(16) > 40.0
 
 
-def test_trees_follow_the_pace_of_chains_until_one_was_verified() -> None:
-    """The machine is quieter than at load: trees must not look dear for that alone."""
-    known = expecting(FLAT, {8: 7.0})
-    assert known.tree_latency.of(8) == 7.0
-    for _ in range(30):
-        known.verify_latency.observe(3, 0.6 * 6.35)
-    assert known.tree_latency.of(8) == pytest.approx(0.6 * 7.0, rel=0.05)
-    for _ in range(60):
-        known.tree_latency.observe(8, 9.0)
-    assert known.tree_latency.of(8) == pytest.approx(9.0, rel=0.1)
-
-
 @pytest.mark.parametrize("factor", [0.5, 2.5])
 def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
     """The machine is busier, or quieter, than at load."""
@@ -104,19 +78,11 @@ def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
     assert latency.of(8) == pytest.approx(factor * STEEP[8], rel=0.15)
 
 
-def test_rows_are_known_to_be_cheap_before_the_first_round() -> None:
-    """So trees are drafted from the first one on, if they pay; not where rows are dear."""
-    flat, steep = expecting(FLAT, {8: 7.0, 16: 7.6}), expecting(STEEP, {8: 32.0, 16: 61.0})
-    for estimates in (flat, steep):
-        teach_that_trees_pay(estimates)
-    assert Planner("ssd", flat).siblings > 0
-    assert Planner("ssd", steep).siblings == 0
-
-
-def test_trees_have_times_of_their_own() -> None:
-    """They may go through other kernels; without times, those of chains hold."""
-    assert expecting(FLAT, {8: 9.0}).tree_latency.of(8) == 9.0
-    assert expecting(FLAT).tree_latency.of(8) == FLAT[8]
+def speed_of(known: CostModel) -> float:
+    """Tokens per second of speculative rounds."""
+    switch = known.switch("ssd")
+    assert switch is not None
+    return switch.speculative_tok_s
 
 
 def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
@@ -124,12 +90,12 @@ def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
     known = expecting(FLAT)
     for _ in range(15):
         known.observe_round(ROUND)
-    before = known.switches["ssd"].speculative_tok_s
+    before = speed_of(known)
     assert before == pytest.approx(1e3 * 3 / 6.9, rel=0.01)
     known.observe_round(replace(ROUND, verify_ms=200.0))
-    assert known.switches["ssd"].speculative_tok_s > 0.95 * before
+    assert speed_of(known) > 0.95 * before
     known.observe_round(replace(ROUND, idle_ms=200.0))
-    assert known.switches["ssd"].speculative_tok_s > 0.65 * before
+    assert speed_of(known) > 0.65 * before
 
 
 def test_a_single_stall_makes_no_start_dear_for_long() -> None:
@@ -144,7 +110,7 @@ def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:
     known = expecting(FLAT)
     for _ in range(20):
         known.observe_round(replace(ROUND, origin="miss", idle_ms=40.0))
-    assert known.switches["ssd"].speculative_tok_s == pytest.approx(1e3 * 3 / 46.4, rel=0.01)
+    assert speed_of(known) == pytest.approx(1e3 * 3 / 46.4, rel=0.01)
 
 
 def service(role: Role, model: str, **fields: Any) -> Hello:

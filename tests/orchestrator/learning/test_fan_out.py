@@ -12,6 +12,7 @@ from orchestrator.learning.fan_out import (
     MissCurve,
     acceptance_distribution,
     allocate,
+    choose_curves,
 )
 
 # From Theorem 12, worked out by hand.
@@ -26,11 +27,17 @@ ALPHAS = st.floats(0.05, 0.95)
 RATES = st.lists(st.floats(0.0, 1.0), max_size=10)
 
 
+def share_out(chances: list[float], budget: int) -> list[int]:
+    """Over a chain, by the assumed curves."""
+    parents = range(len(chances) - 1)
+    return allocate(chances, budget, choose_curves(parents, AFTER_REJECTION, AFTER_ALL))
+
+
 def test_equal_curves_give_theorem_12() -> None:
     """Where tokens are alike and misses follow one power law, counts are those in round numbers."""
     for alpha, r, budget, num_draft_tokens, published in VECTORS:
         law, curve = acceptance_distribution([alpha] * num_draft_tokens), MissCurve(0.7, r)
-        counts = allocate(law, budget, curve, curve)
+        counts = allocate(law, budget, [curve] * len(law))
         expected = [float(number) for number in published.split()]
         assert all(abs(a - b) < 1.5 for a, b in zip(counts, expected, strict=True))
 
@@ -82,7 +89,7 @@ def test_miss_laws_are_concave(law: MissCurve) -> None:
 @given(RATES, st.integers(0, 80))
 def test_allocation_spends_the_budget(rates: list[float], budget: int) -> None:
     """Whole numbers: K + 1 of them, none negative, that sum to B."""
-    counts = allocate(acceptance_distribution(rates), budget)
+    counts = share_out(acceptance_distribution(rates), budget)
     assert len(counts) == len(rates) + 1
     assert sum(counts) == budget
     assert min(counts) >= 0
@@ -91,7 +98,7 @@ def test_allocation_spends_the_budget(rates: list[float], budget: int) -> None:
 @given(ALPHAS, st.integers(0, 80), st.integers(0, 10))
 def test_allocation_falls_before_the_last(alpha: float, budget: int, num_draft_tokens: int) -> None:
     """With one rate for all tokens, a later rejection never gets more than an earlier one."""
-    counts = allocate(acceptance_distribution([alpha] * num_draft_tokens), budget)[:-1]
+    counts = share_out(acceptance_distribution([alpha] * num_draft_tokens), budget)[:-1]
     assert sorted(counts, reverse=True) == counts
 
 
@@ -107,13 +114,13 @@ def test_allocation_is_the_best(rates: list[float], budget: int) -> None:
 
     every = product(range(budget + 1), repeat=len(law))
     best = max(hits(counts) for counts in every if sum(counts) == budget)
-    assert hits(tuple(allocate(law, budget))) == pytest.approx(best, abs=1e-12)
+    assert hits(tuple(share_out(law, budget))) == pytest.approx(best, abs=1e-12)
 
 
 @given(RATES, st.integers(0, 40))
 def test_more_budget_never_narrows(rates: list[float], budget: int) -> None:
     """One more branch widens exactly one acceptance length by one."""
     law = acceptance_distribution(rates)
-    before, after = allocate(law, budget), allocate(law, budget + 1)
+    before, after = share_out(law, budget), share_out(law, budget + 1)
     expected = [0] * len(rates) + [1]
     assert expected == sorted(b - a for a, b in zip(before, after, strict=True))

@@ -122,8 +122,8 @@ def test_a_new_text_is_tried_early() -> None:
             pace.observe(1, 50.0, accepted=1)
             waits[-1] += 1
     assert waits == sorted(waits)
-    assert waits[0] <= 13  # some tokens to look back on come first
-    assert 15 <= waits[-1] <= 22
+    assert waits[0] <= 13
+    assert 60 <= waits[-1] <= 70
 
 
 def test_a_slower_machine_is_no_loss() -> None:
@@ -163,78 +163,6 @@ def test_the_first_baseline_is_measured_early() -> None:
     assert False not in kinds[:20]
     assert pace.plain_tok_s == pytest.approx(20.0)
     assert pace.speculative_tok_s == pytest.approx(1e3 / 30.0)
-
-
-class Clocked:
-    """A switch and its clock: every round has one token, and passes one size."""
-
-    def __init__(self) -> None:
-        self.switch, self.now = SpeculationSwitch(), 0.0
-
-    def run(self, rounds: int, *, speculative_ms: float, plain_ms: float) -> int:
-        """Returns how many rounds were plain."""
-        plain = 0
-        for _ in range(rounds):
-            speculating = self.switch.speculating
-            plain += not speculating
-            took_ms = speculative_ms if speculating else plain_ms
-            self.now += took_ms / 1e3
-            if speculating:
-                self.switch.freshness.observe(1, took_ms)
-            self.switch.observe(1, took_ms, accepted=1, now=self.now)
-        return plain
-
-
-def test_a_speed_expires_with_time() -> None:
-    """Ten minutes later plain decoding is measured again before it is called measured."""
-    clocked = Clocked()
-    clocked.run(100, speculative_ms=20.0, plain_ms=50.0)
-    assert clocked.switch.report_plain_tok_s(clocked.now) == pytest.approx(20.0)
-    assert clocked.switch.freshness.age_s(clocked.now) == pytest.approx(1.4, abs=0.5)
-    clocked.now += 601.0
-    assert clocked.switch.report_plain_tok_s(clocked.now) == 0.0
-    assert clocked.switch.report_speculative_tok_s(clocked.now) == 0.0
-    assert 4 <= clocked.run(20, speculative_ms=5.0, plain_ms=10.0) <= 8
-    assert clocked.switch.report_plain_tok_s(clocked.now) == pytest.approx(100.0, rel=0.1)
-
-
-@pytest.mark.parametrize("factor", [0.4, 3.0])
-def test_a_speed_expires_with_the_load(factor: float) -> None:
-    """Where passes take longer or shorter than they did, both ways are measured anew."""
-    clocked = Clocked()
-    clocked.run(100, speculative_ms=20.0, plain_ms=30.0)
-    plain = clocked.run(100, speculative_ms=factor * 20.0, plain_ms=factor * 30.0)
-    assert 4 <= plain <= 8, "measured once, and speculation goes on"
-    now = pytest.approx(1e3 / (factor * 30.0), rel=0.05)
-    assert clocked.switch.report_plain_tok_s(clocked.now) == now
-    assert clocked.run(300, speculative_ms=factor * 20.0, plain_ms=factor * 30.0) == 0
-
-
-def test_noise_is_no_change_of_the_machine() -> None:
-    """Passes that scatter by a third do not make a speed expire."""
-    clocked, random = Clocked(), Random(3)  # noqa: S311  # no secret depends on it
-    clocked.run(60, speculative_ms=20.0, plain_ms=40.0)
-    plain = 0
-    for _ in range(300):
-        speculative_ms = 20.0 * random.uniform(0.67, 1.33)
-        plain += clocked.run(1, speculative_ms=speculative_ms, plain_ms=40.0)
-    assert plain == 0
-
-
-def test_a_drafter_that_knows_nothing_is_known_soon() -> None:
-    """Nothing is accepted: a trial ends after some rounds, though a round loses next to nothing."""
-    pace = SpeculationSwitch()
-    trials = [0]
-    for _ in range(300):
-        begun = pace.speculating
-        trials[-1] += begun
-        pace.observe(1, 50.1 if begun else 50.0, accepted=0)
-        if pace.speculating and not begun:
-            trials.append(0)
-    # The first trial is interrupted by a baseline.
-    assert sum(trials[:2]) < 20
-    assert len(trials) > 3
-    assert max(trials[2:]) <= 10
 
 
 @pytest.mark.parametrize("every", [2, 5])

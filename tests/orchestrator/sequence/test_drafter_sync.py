@@ -9,25 +9,23 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
-from orchestrator.sequence.limits import Limits, RoundLimits
-from orchestrator.sequence.lookup import LookupDrafts
-from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.round import Round
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.lookup import PromptLookup
+from orchestrator.sequence.planner import Planner, Preparation
 from protocol.messages import DraftNow, Prepare, Verify
 from tests.support.fakes import Stack, Target
 
 TOKENS = [5, 6, 7, 8]
-PLANNER = Planner("sd", CostModel())
 
 
 def sync() -> DrafterSync:
-    found = DrafterSync(1, PLANNER)
+    found = DrafterSync(1)
     found.on_open(TOKENS)
     return found
 
 
 def ask(one: DrafterSync) -> None:
-    one.draft_now(TOKENS, 1, 0, 4, RoundLimits(Limits(9, frozenset(), 0), PLANNER, 1))
+    one.draft_now(TOKENS, 1, 0, Preparation([], 4, 1))
 
 
 def test_a_draft_that_is_used_before_its_end_is_stopped_once() -> None:
@@ -69,15 +67,11 @@ def test_no_depth_is_asked_for_that_comes_too_late(step_ms: float, depth: int) -
     """Beside a verification of 22 ms; the first depth takes in the chain, 2 ms here."""
     estimates = CostModel()
     estimates.draft_length = 4.0
-    for rows in (1, 3):
-        estimates.verify_latency.observe(rows, 22.0)
-    estimates.observe_step(2, 8, step_ms)
-    estimates.observe_step(1, 8, step_ms + 2.0)
-    one = DrafterSync(1, Planner("ssd", estimates, fixed_branches=8))
-    one.on_open(TOKENS)
-    limits = Limits(99, frozenset(), 0)
-    current = Round(nodes=[8, 1, 2], draft=Draft([1, 2], [0.5, 0.5]))
-    asked = one.prepare(TOKENS, 2, current, RoundLimits(limits, PLANNER, 1))
+    estimates.verify_latency.expect({1: 22.0, 3: 22.0})
+    estimates.observe_step(2, step_ms)
+    estimates.observe_step(1, step_ms + 2.0)
+    planner = Planner("ssd", estimates, fixed_branches=8)
+    asked = planner.plan_preparation(Draft([1, 2], [0.5, 0.5]), "hit")
     assert asked.depth == depth
 
 
@@ -88,11 +82,12 @@ def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
 
     The verification beside it is none of the trial's.
     """
-    monkeypatch.setattr(LookupDrafts, "find", lambda *_: Draft())  # it would be verified there
+    monkeypatch.setattr(PromptLookup, "find", lambda *_: Draft())  # it would be verified there
     estimates = CostModel()
     switch = estimates.switch("ssd")
     assert switch is not None
-    switch.begin_with_pause()
+    while not switch.is_paused:
+        switch.observe(1, 60.0 if switch.speculating else 20.0, accepted=0)
     limits = Limits(200, frozenset(), 0)
     stack = Stack(mode="ssd", target=Target(0), prompt=[1], limits=limits, estimates=estimates)
     seen: list[RoundObservation] = []
@@ -127,9 +122,8 @@ def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
     """The drafter computed it when it prepared what may follow."""
     tokens = list(range(1, 30))
     one = sync()
-    current = Round(nodes=[8, *tokens], draft=Draft(tokens, [0.5] * len(tokens)))
-    limits = RoundLimits(Limits(99, frozenset(), 0), PLANNER, 1)
     assert not one.is_behind(TOKENS)
-    one.prepare(TOKENS, 2, current, limits)
+    draft = Draft(tokens, [0.5] * len(tokens))
+    one.prepare(TOKENS, 2, draft, Preparation([1] * 30, 2, 1))
     assert not one.is_behind([*TOKENS, *tokens, 3])
     assert one.is_behind([*TOKENS, *tokens, *range(20)])

@@ -10,7 +10,6 @@ from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.lookup_value import choose_lookup, may_stop, value_of_stopping
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
@@ -134,11 +133,10 @@ def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
 def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None:
     """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
     estimates = CostModel()
-    for tokens in range(1, 9):
-        estimates.verify_latency.observe(tokens, 8.0 + 2.0 * tokens)
-    estimates.observe_step(1, 8, 1.0)
+    estimates.verify_latency.expect({1: 10.0, 8: 24.0})
+    estimates.observe_step(1, 1.0)
     estimates.backup_ms.observe(1.0)
-    estimates.acceptance["hit"].observe(0.6)
+    estimates.alpha.observe(0.6)
     plan = Planner("ssd", estimates)
     assert plan.backup_length() > 0
     assert plan.backup_length(chain_of([CONFIDENCE[4]] * 4)) == 0
@@ -148,7 +146,8 @@ def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None
 def test_while_the_drafter_rests_lookup_goes_on() -> None:
     """What did not pay is left out; what costs nothing is not."""
     estimates = CostModel()
-    pace = estimates.switches["ssd"]
+    pace = estimates.switch("ssd")
+    assert pace is not None
     while pace.speculating:
         pace.observe(1, 10.0, accepted=0)
     beside = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
@@ -173,11 +172,10 @@ def test_what_is_fixed_by_hand_is_not_changed() -> None:
 def test_a_lookup_that_was_not_verified_teaches_too() -> None:
     """The outcome tells for nothing whether its first token was right."""
     estimates = CostModel()
-    for tokens in range(1, 9):
-        estimates.plain_latency.observe(tokens, 10.0 * tokens)
-        estimates.verify_latency.observe(tokens, 10.0 * tokens)
+    for curve in (estimates.plain_latency, estimates.verify_latency):
+        curve.expect({1: 10.0, 8: 80.0})
     plan = Planner("ssd", estimates)
-    assert len(choose_lookup(plan, chain_of([0.75] * 4), alone=True)) == 0  # a token costs a token
+    assert len(plan.choose_lookup(chain_of([0.75] * 4), alone=True)) == 0  # a token costs a token
     dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
     dear.verifier_comes()
     before = estimates.calibrations["lookup"].rate(0.75)
@@ -190,28 +188,21 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
 def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: bool) -> None:  # noqa: FBT001  # pytest names it
     """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
     estimates = CostModel()
-    for tokens in range(1, 9):
-        estimates.verify_latency.observe(tokens, 20.0 + 4.0 * tokens)
+    estimates.verify_latency.expect({1: 24.0, 8: 52.0})
     for _ in range(60):
         estimates.calibrations["lookup"].observe(CONFIDENCE[2], accepted=rate > 0.5)
     plan = Planner("ssd", estimates)
-    assert bool(choose_lookup(plan, chain_of([CONFIDENCE[2]] * 3))) == used
-    assert choose_lookup(plan, chain_of([CONFIDENCE[4]] * 3))
+    assert bool(plan.choose_lookup(chain_of([CONFIDENCE[2]] * 3))) == used
+    assert plan.choose_lookup(chain_of([CONFIDENCE[4]] * 3))
 
 
-@pytest.mark.parametrize(
-    ("tree_nodes", "rows"), [(0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2]), (None, [1, 2, 3])]
-)
-def test_without_trees_a_lookup_is_as_long_as_it_pays(
-    tree_nodes: int | None, rows: list[int]
-) -> None:
-    """A size by hand is that of trees."""
+@pytest.mark.parametrize(("tree_nodes", "rows"), [(0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2, 3])])
+def test_a_lookup_is_as_long_as_it_pays(tree_nodes: int, rows: list[int]) -> None:
+    """Whether trees are asked for or not."""
     estimates = CostModel()
-    for tokens in range(1, 9):
-        estimates.verify_latency.observe(tokens, 10.0)
-        estimates.tree_latency.observe(tokens, 10.0)
+    estimates.verify_latency.expect({1: 10.0, 8: 10.0})
     plan = Planner("ssd", estimates, tree_nodes=tree_nodes)
-    assert choose_lookup(plan, chain_of([0.9] * 3)) == rows
+    assert plan.choose_lookup(chain_of([0.9] * 3)) == rows
 
 
 @pytest.mark.parametrize(("rate", "restart_ms", "pays"), [(0.6, 1.0, True), (0.6, 12.0, False)])
@@ -223,8 +214,7 @@ def test_what_a_wrong_lookup_costs_counts(
 ) -> None:
     """Plain decoding begins anew, and on a GPU that takes as long as another token."""
     estimates = CostModel()
-    for tokens in range(1, 20):
-        estimates.plain_latency.observe(tokens, 10.0 + 0.1 * tokens)
+    estimates.plain_latency.expect({1: 10.1, 20: 12.0})
     plan = Planner("ssd", estimates)
     first = observed(speculating=False, origin="target", verify_ms=10.1, idle_ms=restart_ms)
     monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
@@ -232,7 +222,7 @@ def test_what_a_wrong_lookup_costs_counts(
         estimates.observe_round(first)
     for _ in range(9):  # says nothing of it
         estimates.observe_round(replace(first, idle_ms=90.0, continues_run=True))
-    assert (value_of_stopping(plan, chain_of([rate, 0.5, 0.4])) > 0.0) is pays
+    assert (plan.value_of_stopping(chain_of([rate, 0.5, 0.4])) > 0.0) is pays
 
 
 @pytest.mark.parametrize(
@@ -246,145 +236,18 @@ def test_what_a_wrong_lookup_costs_counts(
         ([], 0.0, False),
     ],
 )
-@pytest.mark.parametrize("streams", [1, 4])
 def test_a_free_run_is_ended_for_what_follows_the_token_under_way(
     monkeypatch: pytest.MonkeyPatch,
     rates: list[float],
     waiting_ms: float,
     pays: bool,  # noqa: FBT001  # pytest names it
-    streams: int,
 ) -> None:
     """It is being computed when the lookup is found, so that it cannot be verified any more."""
     estimates = CostModel()
-    for tokens in range(1, 20):
-        for curve in (estimates.plain_latency, estimates.verify_latency):
-            curve.observe(tokens, 8.0 + 2.0 * tokens)
+    for curve in (estimates.plain_latency, estimates.verify_latency):
+        curve.expect({1: 10.0, 20: 48.0})
     monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
     for _ in range(50):
         estimates.idle_ms["lookup"].observe(waiting_ms)
-    estimates.batch.streams = streams
     plan = Planner("ssd", estimates)
-    assert (value_of_stopping(plan, chain_of(rates)) > 0.0) is pays
-
-
-def in_company(
-    streams: int, *, waiting_ms: float, late_ms: float = 0.0, continues: bool = False
-) -> Planner:
-    """So many requests run free together, in passes of 20 ms; lookups had the target wait."""
-    plan = Planner("ssd", CostModel())
-    known = plan.estimates
-    for rows in range(1, 40):
-        known.verify_latency.observe(rows, 20.0)
-        known.plain_latency.observe(rows, 20.0)
-    for _ in range(20):
-        known.idle_ms["lookup"].observe(waiting_ms)
-    known.batch.streams = streams
-    told = {"sequences": streams, "all_tokens": streams, "verify_ms": 20.0, "idle_ms": 0.0}
-    for _ in range(40):
-        since = {"since_last_ms": 20.0 + late_ms, "continues_run": continues}
-        known.observe_round(observed(origin="target", speculating=False, **since, **told))
-    return plan
-
-
-@pytest.mark.parametrize(("streams", "pays"), [(1, True), (2, True), (8, False)])
-def test_a_wait_is_everybodys(streams: int, *, pays: bool) -> None:
-    """A millisecond of the target's is worth what all of them could have had in it."""
-    plan = in_company(streams, waiting_ms=6.0)
-    assert (value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])) > 0.0) is pays
-    found = chain_of([0.9, 0.8, 0.7])
-    assert bool(choose_lookup(plan, found, alone=True)) is pays
-    assert choose_lookup(plan, found)  # with a drafter at work no pass begins ahead
-
-
-def test_another_lookup_costs_one_pass_that_is_missed_and_the_first_one_two() -> None:
-    """Who is not in a free run has left it already."""
-    plan = in_company(4, waiting_ms=0.0, late_ms=20.0)
-    # They bring 1.5 tokens, and 1.4 behind the first one; .85 passes are missed at a time.
-    short, long = chain_of([0.9, 0.4, 0.2]), chain_of([0.9, 0.8, 0.7])
-    assert choose_lookup(plan, short, alone=True)
-    assert value_of_stopping(plan, long) < 0.0 < value_of_stopping(plan, chain_of([0.9] * 6))
-    late = in_company(4, waiting_ms=0.0, late_ms=40.0)
-    assert not choose_lookup(late, short, alone=True)
-
-
-def test_a_prompt_between_two_passes_is_none_of_them() -> None:
-    """What a request waited for another one's prompt says nothing of the next lookup."""
-    plan = in_company(4, waiting_ms=0.0, late_ms=16.0)
-    missed = plan.estimates.batch.missed_passes
-    assert missed == pytest.approx(0.8, abs=0.15)
-    seen = observed(sequences=4, verify_ms=20.0, idle_ms=0.0, since_last_ms=220.0)
-    plan.estimates.observe_round(seen)
-    assert plan.estimates.batch.missed_passes == missed
-
-
-def test_what_was_missed_once_is_forgotten() -> None:
-    """Who runs free misses nothing, and would never learn that things have changed."""
-    plan = in_company(4, waiting_ms=0.0, late_ms=40.0)
-    found = chain_of([0.9, 0.8, 0.7])
-    assert value_of_stopping(plan, found) < 0.0
-    told = {"sequences": 4, "all_tokens": 4, "verify_ms": 20.0, "idle_ms": 0.0}
-    for _ in range(3000):
-        seen = observed(since_last_ms=20.0, continues_run=True, **told)
-        plan.estimates.batch.observe(seen, 20.0)
-    assert value_of_stopping(plan, found) > 0.0
-
-
-@pytest.mark.parametrize(
-    ("missed_ms", "continues", "pays"),
-    [(0.0, False, True), (40.0, False, False), (40.0, True, True)],
-)
-def test_others_go_on_without_who_leaves_its_run(
-    missed_ms: float, *, continues: bool, pays: bool
-) -> None:
-    """Each pass of theirs that a lookup costs is a token; who is not asked for cannot be late."""
-    plan = in_company(4, waiting_ms=0.0, late_ms=missed_ms, continues=continues)
-    assert (value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])) > 0.0) is pays
-
-
-@pytest.mark.parametrize(("lookup_ms", "pays"), [(20.0, True), (45.0, False)])
-def test_a_pass_that_takes_longer_is_everybodys(lookup_ms: float, *, pays: bool) -> None:
-    """One that was asked for does not begin beforehand, whatever its rows are known to cost."""
-    plan = in_company(4, waiting_ms=0.0)
-    told = {"sequences": 4, "verify_ms": lookup_ms, "idle_ms": 0.0}
-    for rows in range(6, 16):
-        seen = observed(origin="lookup", speculating=False, all_tokens=rows, **told)
-        plan.estimates.batch.observe(seen, 20.0)
-    found = chain_of([0.9, 0.8, 0.7])
-    assert (value_of_stopping(plan, found) > 0.0) is pays
-    assert bool(choose_lookup(plan, found, alone=True)) is pays
-    free = {"sequences": 4, "all_tokens": 4, "verify_ms": 20.0, "idle_ms": 0.0}
-    seen = observed(continues_run=True, since_last_ms=20.0, **free)
-    for _ in range(3000):
-        plan.estimates.batch.observe(seen, 20.0)
-    assert plan.estimates.batch.other_tokens == 3
-    assert value_of_stopping(plan, found) > 0.0  # it is forgotten where nobody tries it
-
-
-@pytest.mark.parametrize("rows_ms", [0.0, 3.0, 6.0])
-def test_the_time_of_more_rows_is_counted_once(rows_ms: float) -> None:
-    """Whether it is known of the rows or of passes with a lookup: the larger of both counts."""
-    plan = in_company(4, waiting_ms=0.0)
-    for rows in range(5, 16):
-        for _ in range(60):
-            plan.estimates.plain_latency.observe(rows, 20.0 + rows_ms)
-    found = chain_of([0.9, 0.8, 0.7])
-    unknown = value_of_stopping(plan, found)
-    seen = observed(
-        origin="lookup", speculating=False, sequences=4, all_tokens=4, verify_ms=26.0, idle_ms=0.0
-    )
-    for _ in range(200):
-        plan.estimates.batch.observe(seen, 20.0)
-    assert plan.estimates.batch.other_tokens == 3
-    # Three tenths of a pass, in which four requests have a token each; before, what rows take.
-    right = plan.estimates.acceptance_rates([0.9], [0], "lookup")[0]
-    charged = unknown - value_of_stopping(plan, found)
-    assert charged == pytest.approx(4 * (0.3 - right * rows_ms / 20.0), abs=0.12)
-
-
-def test_nothing_is_looked_up_where_no_lookup_can_pay() -> None:
-    """The search takes the orchestrator's time, of which every token of 32 requests has some."""
-    plan = in_company(32, waiting_ms=6.0)
-    assert not may_stop(plan)
-    assert value_of_stopping(plan, chain_of([0.99] * plan.depth)) < 0.0
-    assert may_stop(in_company(2, waiting_ms=6.0))
-    assert may_stop(in_company(1, waiting_ms=60.0))
+    assert (plan.value_of_stopping(chain_of(rates)) > 0.0) is pays

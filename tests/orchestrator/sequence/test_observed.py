@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.sequence.limits import Limits, RoundLimits
+from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
@@ -15,11 +15,6 @@ from tests.orchestrator.sequence.test_drafter_sync import observing
 from tests.support.fakes import Stack, Target
 
 OUTCOME = VerificationOutcome(sequence=1, round=1, accepted=0, bonus=5, verify_ms=20.0, idle_ms=1.0)
-
-
-def limits_of(planner: Planner, **takes: bool) -> RoundLimits:
-    """Of a request with a prompt of ten tokens."""
-    return RoundLimits(Limits(64, frozenset(), 0), planner, 10, **takes)
 
 
 def watched(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> tuple[Stack, list[RoundObservation]]:
@@ -53,27 +48,6 @@ def test_how_long_a_draft_was_waited_for_is_told(monkeypatch: pytest.MonkeyPatch
     assert not any(one.waited_ms for one in seen if one.origin != "miss")
 
 
-@pytest.mark.parametrize(("by_hand", "most", "longest"), [(0, 3, 3), (0, 0, 16), (5, 3, 5)])
-def test_no_longer_draft_is_told_than_may_be_decided(by_hand: int, most: int, longest: int) -> None:
-    planner = Planner("ssd", CostModel(), by_hand, max_draft_tokens=most)
-    told = Round([4]).observe(OUTCOME, limits_of(planner), ended_at=1.0, last_token_at=0.5)
-    assert told.longest_draft == longest
-
-
-def test_how_late_a_request_was_is_told() -> None:
-    """From its last tokens to these, without the pass and the target's pause before it."""
-    limits = limits_of(Planner("ssd", CostModel()))
-    told = Round([4]).observe(OUTCOME, limits, ended_at=1.05, last_token_at=1.0)
-    assert told.late_ms == pytest.approx(29.0)
-    assert Round([4]).observe(OUTCOME, limits, ended_at=1.01, last_token_at=1.0).late_ms == 0.0
-    assert Round([4]).observe(OUTCOME, limits, ended_at=1.0, last_token_at=None).late_ms is None
-    waited = Round([4], waited_ms=25.0).observe(OUTCOME, limits, ended_at=1.05, last_token_at=1.0)
-    assert waited.late_ms == pytest.approx(5.0)
-    for unasked in ({"begun_unasked": True}, {"continues_run": True}):
-        done = Round([4], **unasked)
-        assert done.observe(OUTCOME, limits, ended_at=1.05, last_token_at=1.0).late_ms is None
-
-
 def test_the_time_between_a_requests_tokens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     stack, seen = watched("ar", monkeypatch)
     stack.calm()
@@ -84,9 +58,9 @@ def test_the_time_between_a_requests_tokens_is_told(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("right", [True, False])
 def test_what_became_of_a_lookup_is_told(*, right: bool) -> None:
-    limits = limits_of(Planner("ssd", CostModel()))
+    planner = Planner("ssd", CostModel())
     done = Round([4])
-    assert done.observe(OUTCOME, limits, ended_at=1.0, last_token_at=0.5).unverified_lookup is None
+    assert done.observe(OUTCOME, planner, ended_at=1.0, last_token_at=0.5).unverified_lookup is None
     done.unverified_lookup.add(5 if right else 6, 0.75, parent=0)
-    told = done.observe(OUTCOME, limits, ended_at=1.0, last_token_at=0.5)
+    told = done.observe(OUTCOME, planner, ended_at=1.0, last_token_at=0.5)
     assert told.unverified_lookup == (0.75, right)

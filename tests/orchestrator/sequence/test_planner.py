@@ -5,21 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
-from tests.support.fakes import chain_of, observed, teach_that_trees_pay
+from tests.support.fakes import chain_of, observed
 
 
 def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
     """Verifying m tokens takes 8 + 2 m ms; draft tokens are accepted at `alpha`."""
     estimates = CostModel()
-    for tokens in range(1, 12):
-        estimates.verify_latency.observe(tokens, 8.0 + 2.0 * tokens)
-    estimates.acceptance["hit"].observe(alpha)
+    estimates.verify_latency.expect({tokens: 8.0 + 2.0 * tokens for tokens in (1, 12)})
+    estimates.alpha.observe(alpha)
     if token_ms:
         for depth in (1, 2, 3):
-            estimates.observe_step(depth, 8, token_ms)
+            estimates.observe_step(depth, token_ms)
         estimates.backup_ms.observe(token_ms)
     return estimates
 
@@ -93,23 +91,6 @@ def test_the_fan_out_spends_the_budget(confidences: list[float], budget: int) ->
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)
     assert min(counts) >= 0
-
-
-def test_a_gpu_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners-up come in even numbers, and a depth has no more rows than the widest tree."""
-    found = set()
-    for row_ms in (0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
-        estimates = CostModel()
-        teach_that_trees_pay(estimates)
-        for tokens in (1, 2, 3, 4, 5):
-            for _ in range(8):
-                estimates.verify_latency.observe(tokens, 20.0 + row_ms * tokens)
-        found.add(Planner("ssd", estimates).siblings)
-    assert {0, 4} <= found <= {0, 2, 4}
-    monkeypatch.setattr(Planner, "siblings", 2)
-    monkeypatch.setattr(TreeGrowth, "grown", 16)
-    grown = [Planner("ssd", CostModel(), fixed_branches=b).grown_siblings for b in (8, 24, 32, 64)]
-    assert grown == [16, 8, 0, 0]
 
 
 def test_the_likeliest_rounds_alone_are_planned_beforehand() -> None:

@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree are verified, and how many runners-up are asked for. Pure."""
+"""Which nodes of a draft are verified. Pure."""
 
 from itertools import combinations
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
-from tests.support.fakes import chain_of, teach_that_trees_pay, tree_of
+from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
+from tests.support.fakes import tree_of
 
 
 @st.composite
@@ -32,10 +32,10 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
 ) -> None:
     """No other tree of as many nodes is expected to bring more tokens; tried are all of them."""
     parents, rates = tree
-    ranked = rank_nodes(parents, rates)
-    chances = dict(zip(ranked.rows, ranked.chances, strict=True))
+    rows, ranked = rank_nodes(parents, rates)
+    chances = dict(zip(rows, ranked, strict=True))
     for size in range(len(parents) + 1):
-        chosen = ranked.rows[:size]
+        chosen = rows[:size]
         assert all(parents[row - 1] in (0, *chosen) for row in chosen)
         possible = (
             subset
@@ -43,12 +43,12 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
             if all(parents[row - 1] in (0, *subset) for row in subset)
         )
         best = max(sum(chances[row] for row in subset) for subset in possible)
-        assert sum(ranked.chances[:size]) == pytest.approx(best)
+        assert sum(ranked[:size]) == pytest.approx(best)
 
 
 def test_parents_stand_before_children_that_are_as_likely() -> None:
     """Certain tokens keep their order."""
-    assert rank_nodes([0, 1, 2], [1.0, 1.0, 1.0]).rows == [1, 2, 3]
+    assert rank_nodes([0, 1, 2], [1.0, 1.0, 1.0])[0] == [1, 2, 3]
     assert find_best([1.0, 3.0, 3.0]) == 1
 
 
@@ -61,53 +61,25 @@ def test_a_beginning_may_be_a_chain() -> None:
 
 
 def test_passes_have_few_sizes() -> None:
-    """Of up to 8 rows chains have any length, beyond that one of some; trees have fewer."""
+    """Of up to 8 rows chains have any length, beyond that one of some."""
     rising = [float(count) for count in range(11)]
     assert [find_best(rising[: count + 1]) for count in range(8)] == list(range(8))
-    assert find_best(rising) == find_best(rising, 10) == find_best(rising, 40) == 9
-    assert find_best(rising, 8) == 7
-    assert find_best(rising, 2) == 7
-    assert find_best([*rising, 0.0, 0.0, 0.0, 20.0], 2) == 7
-    assert find_best([*rising, 0.0, 0.0, 0.0, 0.0, 20.0], 2) == 15
-    assert find_best([0.0, 5.0, 4.0, 1.0], 1) == 1
+    assert find_best(rising) == 9
+    assert find_best([0.0, 5.0, 4.0, 1.0]) == 1
 
 
-def test_siblings_are_worth_their_rows_or_not_asked_for() -> None:
-    """A runner-up's chance, if the first choice fell, against what a row costs."""
-    hits = [0.0, 0.3, 0.45, 0.5, 0.5]
-    assert count_siblings(0.5, hits, 0.0) == 3
-    assert count_siblings(0.5, hits, 0.03) == 2
-    assert count_siblings(0.5, hits, 0.1) == 1
-    assert count_siblings(0.5, hits, 0.2) == 0
-    assert count_siblings(1.0, hits, 0.01) == 0
-
-
-def learned(row_ms: float, rates: float = 0.5) -> CostModel:
-    """A pass of m >= 2 rows takes 20 ms and `row_ms` per row, as was measured several times."""
+def learned(row_ms: float) -> CostModel:
+    """A pass takes 20 ms and `row_ms` per row."""
     estimates = CostModel()
-    for _ in range(8):
-        for rows in (1, 2, 3, 4, 5):
-            estimates.verify_latency.observe(rows, 20.0 + row_ms * rows)
-    for _ in range(30):
-        estimates.acceptance["hit"].observe(rates)
-    teach_that_trees_pay(estimates)
+    estimates.verify_latency.expect({rows: 20.0 + row_ms * rows for rows in (1, 32)})
     return estimates
 
 
-def test_where_rows_are_dear_there_are_only_chains() -> None:
-    """As on two cores, where a row costs 8 % of a pass; at 1 % runners-up are asked for."""
-    assert Planner("ssd", learned(1.6)).siblings == 0
-    assert not learned(1.6).verify_latency.has_cheap_rows
-    assert Planner("ssd", learned(0.2)).siblings > 1
-    assert learned(0.2).verify_latency.has_cheap_rows
-    assert Planner("ssd", CostModel()).siblings == 0  # nothing was measured
-
-
 def test_chains_stay_chains_where_they_must() -> None:
-    """Under the rejection rule, with a draft length fixed by hand, and if asked for."""
+    """Under the rejection rule, and unless trees are asked for."""
     cheap = learned(0.1)
     assert Planner("ssd", cheap, sampled=True, tree_nodes=8).siblings == 0
-    assert Planner("ssd", cheap, num_draft_tokens=3).siblings == 0
+    assert Planner("ssd", cheap).siblings == 0
     assert Planner("ssd", cheap, tree_nodes=1).siblings == 0
     assert Planner("ssd", cheap, tree_nodes=0).siblings == 0
     assert Planner("ssd", learned(9.0), tree_nodes=6).siblings > 0
@@ -115,14 +87,6 @@ def test_chains_stay_chains_where_they_must() -> None:
 
 SPREAD = tree_of([0.55, 0.9, 0.9, 0.35, 0.3, 0.3], [0, 1, 2, 0, 0, 1])
 """Rows 1, 2, 3 are a chain; 4 and 5 are row 1's siblings, 6 is row 2's."""
-
-
-def test_a_tree_is_chosen_where_rows_are_cheap() -> None:
-    """A sibling of the first token goes before the chain's last ones where those are unlikely."""
-    cheap = Planner("ssd", learned(0.1))
-    assert set(cheap.choose_nodes(SPREAD, "hit")) == {1, 2, 3, 4, 5}
-    assert set(cheap.choose_nodes(SPREAD, "hit", takes_trees=False)) == {1, 2, 3}
-    assert set(Planner("ssd", learned(20.0)).choose_nodes(SPREAD, "hit")) <= {1, 2, 3}
 
 
 def test_a_number_of_nodes_is_kept() -> None:
@@ -135,24 +99,6 @@ def test_a_number_of_nodes_is_kept() -> None:
     assert set(Planner("ssd", dear, tree_nodes=1).choose_nodes(SPREAD, "hit")) <= {1, 2, 3}
     short = Planner("ssd", dear, num_draft_tokens=1, tree_nodes=4)
     assert set(short.choose_nodes(SPREAD, "hit")) == {1, 4, 5}
-
-
-@given(st.lists(st.floats(0.0, 1.0), max_size=8), st.sampled_from([0.05, 0.5, 2.0, 8.0]))
-def test_a_chain_is_cut_alike_with_trees_and_without(sure: list[float], row_ms: float) -> None:
-    """A draft without siblings is what it was before there were trees."""
-    estimates, draft = learned(row_ms), chain_of(sure)
-    with_trees = Planner("ssd", estimates).choose_nodes(draft, "hit")
-    assert Planner("ssd", estimates, tree_nodes=1).choose_nodes(draft, "hit") == with_trees
-
-
-def test_trees_cost_what_trees_were_measured_to_cost() -> None:
-    """Passes of trees may run through other kernels; until one was seen, chains say the price."""
-    estimates = learned(0.1)
-    assert estimates.tree_latency.of(7) == estimates.verify_latency.of(7)
-    for _ in range(3):
-        estimates.tree_latency.observe(7, 200.0)
-    chosen = Planner("ssd", estimates).choose_nodes(SPREAD, "hit")
-    assert set(chosen) <= {1, 2, 3}
 
 
 @given(trees())

@@ -40,7 +40,6 @@ def compared(shape: str, ratio: float, alpha: float) -> Comparison:
         plain=plain,
         sequential=plain,
         adaptive=simulate(found, Strategy()),
-        chains=plain,
         fixed=fixed,
     )
 
@@ -176,40 +175,18 @@ def test_no_trial_begins_at_the_end_of_an_answer() -> None:
     acceptance, learned = AcceptanceModel(alpha=0.0, first=0.0), CostModel()
     found = Scenario(device=SHARED_CORES, acceptance=acceptance, tokens=64)
     statistics = simulate(found, Strategy(), learned).statistics
-    assert learned.switches["ssd"].is_trial_due
+    switch = learned.switch("ssd")
+    assert switch is not None
+    assert switch.is_trial_due
     assert statistics.rounds - statistics.plain_rounds < 7
 
 
 UNEVEN_TEXT = AcceptanceModel(alpha=0.45, burst=0.35, stretch=16.0)
 
 
-def test_where_rows_are_dear_chains_are_found() -> None:
-    """On two cores: no runner-up is asked for, and nothing is lost to asking."""
-    found = Scenario(device=TWO_CORES, acceptance=UNEVEN_TEXT, tokens=600)
-    chosen, chains = (simulate(found, Strategy(tree_nodes=nodes)) for nodes in (None, 1))
-    assert chosen.statistics.tree_rounds == 0
-    assert chosen.tok_s > 0.98 * chains.tok_s
-
-
 FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.8,32:2.0", ipc=0.5,
     branches=32)  # fmt: skip
 """A GPU for the target, one for the drafter, as measured."""
-
-
-def test_where_rows_cost_nothing_trees_pay() -> None:
-    """Runners-up grow on, and bring more than chains do, and less than the best trees."""
-    found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=1000)
-    learned = CostModel()
-    trying = simulate(found, Strategy(verify_ahead=False), learned)
-    assert learned.tree_trials["ssd"].pays
-    trees = simulate(found, Strategy(verify_ahead=False), learned)
-    only_chains = CostModel()
-    simulate(found, Strategy(tree_nodes=1, verify_ahead=False), only_chains)
-    chains = simulate(found, Strategy(tree_nodes=1, verify_ahead=False), only_chains)
-    assert trying.tok_s > 1.03 * chains.tok_s
-    assert learned.tree_growth.grown > 0
-    assert trees.tok_s > 1.08 * chains.tok_s
-    assert trees.tok_s < trees.tree_bound_tok_s
 
 
 def count_unasked(device: Device, alpha: float) -> float:
@@ -251,7 +228,7 @@ def test_speed_falls_with_the_hit_rate() -> None:
     hits, speeds = [r.statistics.hit_rate for r in runs], [r.tok_s for r in runs]
     assert hits == sorted(hits, reverse=True)
     assert speeds == sorted(speeds, reverse=True)
-    assert (hits[-1], speeds[-1] / speeds[0]) == pytest.approx((0.67, 0.64), abs=0.06)
+    assert (hits[-1], speeds[-1] / speeds[0]) == pytest.approx((0.69, 0.57), abs=0.06)
 
 
 def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from orchestrator.simulation.bound import (
     Rounds,
-    estimate_ranks,
-    tree_bound_tok_s,
     upper_bound_tok_s,
 )
 from orchestrator.simulation.event_queue import EventQueue
@@ -198,41 +196,6 @@ def test_the_bound_counts_waiting_for_a_backup() -> None:
     assert upper_bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
     assert (hit.tokens_per_round, miss.tokens_per_round) == (4.0, 2.0)
     assert upper_bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
-
-
-def test_the_bound_of_trees_is_that_of_the_best_tree() -> None:
-    """Of three nodes of .6 and .3, one behind the other counts .36; rows that are dear are left
-    out; and what was verified is never above it."""
-    hit, miss = Rounds(10, 20, 100.0), Rounds(2, 2, 20.0)
-    flat = tree_bound_tok_s(hit, miss, 5.0, ranks=[0.6, 0.3], verify_ms=[10.0] * 4)
-    assert flat == pytest.approx(1e3 * (10 * 2.26 + 2) / 125.0)
-    steep = tree_bound_tok_s(hit, miss, 5.0, ranks=[0.9, 0.1], verify_ms=[10.0, 12.0, 30.0])
-    assert steep == pytest.approx(max(1e3 * 22 / 125.0, 1e3 * (10 * 1.9 + 2) / 145.0))
-
-
-def test_ranks_are_shares_of_the_places_where_they_were_known() -> None:
-    """A second choice that was known at half of the places where the first failed counts for all of
-    them; what was never known counts as never right."""
-    assert estimate_ranks([10, 2, 1, 0], [6, 1, 0, 0]) == pytest.approx([0.6, 0.2, 0.0, 0.0])
-    assert estimate_ranks([], []) == []
-
-
-def test_without_a_known_rank_the_bound_of_trees_is_that_of_one_row() -> None:
-    """As if nothing was ever drafted."""
-    bound = tree_bound_tok_s(Rounds(4, 4, 48.0), Rounds(), 0.0, ranks=[], verify_ms=[10.0, 20.0])
-    assert bound == pytest.approx(100.0)
-
-
-def test_the_ranks_of_a_run_are_those_of_the_script() -> None:
-    """What the recorder counts is what the drafter's law says."""
-    acceptance = AcceptanceModel(alpha=0.6, first=0.3, r=0.5, insight=0.0)
-    device = Device(t_verify=20.0, t_draft=2.5)
-    scenario = Scenario(device=device, acceptance=acceptance, tokens=1500)
-    statistics = simulate(scenario, Strategy(num_draft_tokens=3, branches=8)).statistics
-    ranks = estimate_ranks(statistics.offered_by_rank, statistics.chosen_by_rank)
-    hits = [0.0, *(1 - 0.7 * wide**-0.5 for wide in (1, 2, 3))]
-    expected = [0.6, *(0.4 * (hits[i + 1] - hits[i]) for i in range(3))]
-    assert ranks[:4] == pytest.approx(expected, abs=0.04)
 
 
 def test_a_link_adds_its_latency_and_the_time_of_what_it_carries() -> None:

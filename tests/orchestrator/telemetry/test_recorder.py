@@ -12,7 +12,7 @@ from orchestrator.sequence.sequence import Emit, Limits, Sequence
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import DraftTree, Sampling, VerificationOutcome
-from tests.support.fakes import chain_of, observed
+from tests.support.fakes import chain_of
 
 
 def test_nothing_happened_yet() -> None:
@@ -196,22 +196,3 @@ def test_acceptance_by_lag() -> None:
     assert found.offered_by_lag == [1, 1, 2, 2, 1]
     assert found.accepted_by_lag == [1, 1, 1, 1, 0]
     assert found.state_bytes == 40
-
-
-def observe_ranks(recorder: Recorder, **seen: Any) -> None:
-    recorder.rounds = 1
-    recorder.add_round(observed(**({"confidences": [0.5], "idle_ms": 1.0} | seen)))
-
-
-def test_the_drafters_choices_are_counted_by_rank() -> None:
-    """Of each place that a round went through: the choices before the right one were tried too. The
-    bonus token is looked for among what was prepared beside the draft tokens that fell."""
-    recorder = Recorder(0.0)
-    observe_ranks(recorder, accepted=1, prepared=4, rank=1)  # 1st; behind the draft the 2nd of 4
-    observe_ranks(recorder, prepared=2, rank=1)  # 3rd: the first is the draft token that fell
-    observe_ranks(recorder, confidences=[0.5, 0.3], parents=[0, 0], accepted=1, path=[2])  # 2nd
-    observe_ranks(recorder, confidences=[0.5, 0.3], parents=[0, 0], prepared=9)  # none of 11
-    observe_ranks(recorder, accepted=1, origin="lookup")  # no drafter's
-    found = recorder.summarise()
-    assert found.offered_by_rank == [5, 4, 2, 1, 1]
-    assert found.chosen_by_rank == [1, 2, 1, 0, 0]

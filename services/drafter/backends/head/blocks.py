@@ -203,7 +203,6 @@ class BlockBackend:
         yield None
         roots: list[Outcome] = []
         grown: list[Branch] = []
-        ranked: list[Top | None] = [None] * len(tree)
         for row, branch, top in zip(rows, branches, found, strict=True):
             position = len(known.known) + tree.depths[row] + 1 + options.shift
             best = rank_bonuses(top, position, known.sampling)
@@ -212,8 +211,7 @@ class BlockBackend:
             bonuses = [token for token in few if token not in rejected][: wanted[row]]
             roots += [Outcome(row, bonus) for bonus in bonuses]
             grown += [extend(branch, bonus) for bonus in bonuses]
-            ranked[row] = best
-        tips = begin_tips(roots, tree, ranked, [Bud(token, -1, -1) for token in tree.tokens])
+        tips = begin_tips(roots, [Bud(token, -1, -1) for token in tree.tokens])
         growth = list(zip(tips, grown, strict=True))
         yield from self._grow(known, roots, growth, at=at, depth=depth, options=options)
 
@@ -236,7 +234,7 @@ class BlockBackend:
         yield from self._settle(known)
         at = self._begin(known, 1)
         branch = self._branch(known, known.known[at:], [pending])
-        tip = Tip(pending, -1, -1, 0, is_best=True, score=0.0)
+        tip = Tip(pending, -1, -1, 0)
         roots, growth = [Outcome(0, pending)], [(tip, branch)]
         yield from self._grow(known, roots, growth, at=at, depth=count, options=options)
 

@@ -169,19 +169,16 @@ WAITED = {
 }
 
 
-@pytest.mark.parametrize("case", [*WAITED, "beside another sequence", "with siblings that grow"])
+@pytest.mark.parametrize("case", [*WAITED, "beside another sequence"])
 def test_what_is_waited_for(case: str) -> None:
     """Where the tokens decide what comes next, or passes are shared, nothing begins ahead."""
     backend = as_on_a_gpu(tiny_folder("llama"))
     list(backend.open(1, list(PROMPT), WAITED.get(case, Sampling())))
     if "another" in case:
         list(backend.open(2, list(PROMPT), Sampling()))
-    grown = 2 * ("grow" in case)
     with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
-        options = RoundOptions(siblings=grown, grown_siblings=grown)
-        assert len(said(backend.prepare(1, [120, 7], [2, 2], 3, options))) == 3
-        if not grown:
-            assert len(said(backend.draft(1, 99, 3))) == 3
+        assert len(said(backend.prepare(1, [120, 7], [2, 2], 3))) == 3
+        assert len(said(backend.draft(1, 99, 3))) == 3
     assert not chosen.called
 
 

@@ -16,7 +16,7 @@ from tests.support.reference import SAMPLINGS, said
 from tests.support.tiny_models import DRAFTERS
 
 NUMBERS = count(10_000)
-OPTIONS = RoundOptions(siblings=2, grown_siblings=3)
+OPTIONS = RoundOptions(siblings=2)
 
 
 @dataclass

@@ -132,7 +132,7 @@ def start(
     head: Path,
     sampling: Sampling,
     deliver: Deliver,
-    nodes: int | None = NODES,
+    nodes: int = NODES,
     *,
     ahead: bool = False,
 ) -> Lockstep:
@@ -173,7 +173,7 @@ def test_missing_and_wrong_states_change_no_token(
     assert bool(statistics.tree_rounds) == verifier_of(FORMATS[name]).takes_trees
 
 
-@pytest.mark.parametrize("nodes", [None, 12], ids=["chains", "trees"])
+@pytest.mark.parametrize("nodes", [0, 12], ids=["chains", "trees"])
 @pytest.mark.wide
 def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int | None) -> None:
     """With filters, and a temperature of the drafter's own."""
