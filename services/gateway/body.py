@@ -30,6 +30,11 @@ MAX_DEPTH = 64
 """Nesting of what a request may hold freely: schemas, template options."""
 MAX_NODES = 50_000
 """Values in it."""
+_MOST_CONTAINERS = 50_000
+"""Objects and lists in a body."""
+_MOST_COMMAS = 500_000
+"""The same for what separates its values: a prompt may be a long list of tokens."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MOST_NAMES = 32
 """Unknown fields that are named."""
 
@@ -63,7 +68,23 @@ async def read_body(request: Request, at_most: int) -> bytes:
         raise ApiError(408, reason, code="request_timeout") from error
     except ClientDisconnect as error:
         raise ClientLeft from error
+    check_values(body)
     return bytes(body).removeprefix(codecs.BOM_UTF8)
+
+
+def check_values(body: bytes | bytearray) -> None:
+    """Refuse a body of too many values before any of them is built; raises ApiError.
+
+    Counting bytes takes milliseconds; strings are left out only where they might matter.
+    """
+    if _holds_too_much(body) and _holds_too_much(_STRING.sub(b"", body)):
+        reason = f"the body holds more than {_MOST_CONTAINERS} objects and lists"
+        raise ApiError(413, f"{reason}, or more than {_MOST_COMMAS} values", code="too_many_values")
+
+
+def _holds_too_much(text: bytes | bytearray) -> bool:
+    containers = text.count(b"{") + text.count(b"[")
+    return containers > _MOST_CONTAINERS or text.count(b",") > _MOST_COMMAS
 
 
 def _too_large(limit: int) -> ApiError:
@@ -100,7 +121,11 @@ def refuse_unknown(names: Sequence[str]) -> None:
 
 def _list_once(names: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
+    seen: set[str] = set()
     for name in names:
+        if name in seen:
+            continue
+        seen.add(name)
         found[_NOT_PLAIN.sub("_", name)[:64]] = None
         if len(found) >= _MOST_NAMES:
             break

@@ -1,0 +1,25 @@
+"""Bodies of too many values are refused before any of them is built."""
+
+import json
+
+import pytest
+
+from services.gateway.body import check_values
+from services.gateway.errors import ApiError
+
+
+def test_texts_may_hold_anything() -> None:
+    """What is within strings is no value, quotes and backslashes included."""
+    text = '{"[,]\\\\' * 200_000
+    check_values(json.dumps({"messages": [{"role": "user", "content": text}]}).encode())
+    check_values(json.dumps({"prompt": list(range(400_000))}).encode())
+
+
+@pytest.mark.parametrize(
+    "value", ["{}," * 60_000 + "{}", "[" * 60_000, '"a",' * 600_000 + "1", '{"u":1},' * 60_000]
+)
+def test_too_many_values_are_refused(value: str) -> None:
+    """Wherever they are, and whether it is JSON at all."""
+    with pytest.raises(ApiError) as caught:
+        check_values(b'{"x":[' + value.encode() + b"]}")
+    assert caught.value.status == 413
