@@ -72,7 +72,10 @@ class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
     """What the answer must be, in llguidance's Lark dialect; empty: anything."""
     answer_from: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Position of the answer's first token. The orchestrator fills this in, and the next."""
+    """Position of the answer's first token. The orchestrator fills this in, and what follows."""
+    answer_until: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Length of the sequence at which the answer is cut off; 0: nowhere. A grammar's end comes
+    before that if it can."""
     stop_ids: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Tokens that may end an answer where its grammar allows an end."""
 

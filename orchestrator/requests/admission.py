@@ -95,10 +95,11 @@ class Admission:
         """
         self._check_prompt(prompt, context_length, memory_limit)
         self._estimates.on_new_text(message.mode)
+        most_tokens = _count_most_tokens(message, len(prompt), context_length)
         sequence = Sequence(
             number=next(self._numbers),
             prompt=prompt,
-            sampling=self._complete(message.sampling, len(prompt)),
+            sampling=self._complete(message.sampling, len(prompt), most_tokens),
             limits=Limits(
                 message.max_tokens, self._tokenizer.stop_ids, context_length, self._vocabulary_size
             ),
@@ -108,7 +109,7 @@ class Admission:
         marks = bool(message.tools) or message.special_text
         text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
         request = Request(peer, message.request, sequence, text, len(prompt))
-        request.most_tokens = _count_most_tokens(message, len(prompt), context_length)
+        request.most_tokens = most_tokens
         request.wants_progress = message.progress
         request.is_background = message.is_background
         request.client, request.group = share_of(peer, message)
@@ -127,7 +128,7 @@ class Admission:
             verify_ahead=message.verify_ahead,
         )
 
-    def _complete(self, sampling: Sampling, prompt_length: int) -> Sampling:
+    def _complete(self, sampling: Sampling, prompt_length: int, most_tokens: int) -> Sampling:
         """With what the models need to know of this request to process its logits."""
         options = sampling.logits_options
         if options is None:
@@ -143,7 +144,12 @@ class Admission:
             )
         return replace(
             sampling,
-            logits_options=replace(options, answer_from=prompt_length, stop_ids=stop_ids),
+            logits_options=replace(
+                options,
+                answer_from=prompt_length,
+                answer_until=most_tokens if options.grammar else 0,
+                stop_ids=stop_ids,
+            ),
         )
 
     def _check_prompt(self, prompt: Tokens, context_length: int, memory_limit: str) -> None:

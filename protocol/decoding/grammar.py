@@ -63,9 +63,12 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 class Grammar:
     """A grammar, and how far an answer has come in it."""
 
-    def __init__(self, matcher: Any, vocabulary_size: int) -> None:
+    def __init__(self, matcher: Any, vocabulary_size: int, stop_id: int, folder: Path) -> None:
         self._matcher = matcher
         self._size = vocabulary_size
+        self.stop_id = stop_id
+        """A token that ends the answer."""
+        self._folder = folder
 
     @classmethod
     def start(cls, text: str, folder: Path, stop_ids: Iterable[int]) -> Self:
@@ -79,12 +82,23 @@ class Grammar:
         Raises:
             UsageError: it cannot be used with this model.
         """
-        compiled, size = _compile(text, folder, tuple(sorted(stop_ids)))
-        return cls(compiled.deep_copy(), size)
+        stops = tuple(sorted(stop_ids))
+        compiled, size = _compile(text, folder, stops)
+        return cls(compiled.deep_copy(), size, stops[0], folder)
 
     def copy(self) -> "Grammar":
         """The same place, from which another continuation may be tried."""
-        return Grammar(self._matcher.deep_copy(), self._size)
+        return Grammar(self._matcher.deep_copy(), self._size, self.stop_id, self._folder)
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def characters(self) -> dict[str, int]:
+        """The tokens of single ASCII characters."""
+        return _list_characters(self._folder)
 
     def advance(self, token: int) -> bool:
         """Take one more token; False, and no step, if it is not allowed here.
@@ -164,6 +178,13 @@ def _tokenizer(folder: Path, stop_ids: tuple[int, ...]) -> Any:
     # The library raises ValueError, or whatever a broken file leads it into.
     except Exception as error:
         raise UsageError(f"grammars cannot be used with this tokenizer: {error}") from error
+
+
+@lru_cache(maxsize=4)
+def _list_characters(folder: Path) -> dict[str, int]:
+    tokenizer = _tokenizer(folder, (0,))
+    spelt = {chr(code): tokenizer.tokenize_str(chr(code)) for code in range(33, 127)}
+    return {character: ids[0] for character, ids in spelt.items() if len(ids) == 1}
 
 
 @contextlib.contextmanager

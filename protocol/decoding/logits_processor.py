@@ -14,11 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
+from protocol.decoding.closing import find_end
 from protocol.decoding.grammar import AllowedMask, Grammar
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
 from protocol.messages import LogitsOptions, Tokens
 
+_SPARE_TOKENS = 4
+"""A token may open something, as a comma does a name and a value, which takes others to close."""
+_EARLIER_TOKENS = 32
+_LEAST_ROOM = 8
+"""Tokens of an answer besides what its grammar requires."""
+_LONGEST_END = 512
 _DECISIVE = 100.0
 """A bias of this size bans a token, or all the others: OpenAI's largest."""
 
@@ -65,6 +72,8 @@ class LogitsProcessor:
         self._grammar: Grammar | None = None
         if options.grammar:
             self._grammar = Grammar.start(options.grammar, folder, options.stop_ids)
+        self._folder = folder
+        self._window: int | None = None
         self._tokens: Tokens = []
         self._seen: Counter[int] = Counter()
         self._said: Counter[int] = Counter()
@@ -132,8 +141,33 @@ class LogitsProcessor:
         if self._penalises:
             self._penalise(row)
         if self._grammar and not self._stray:
-            self._forbid(row, self._grammar.compute_mask())
+            self._forbid(row, self._list_allowed(self._grammar))
         return row
+
+    def _list_allowed(self, grammar: Grammar) -> AllowedMask:
+        """[vocabulary] what may come next; near the answer's limit, what ends it in time."""
+        allowed = grammar.compute_mask()
+        left = self._options.answer_until - len(self._tokens)
+        if 0 < left <= self._measure_window():
+            end = find_end(grammar, left)
+            if end is not None and left <= len(end) + _SPARE_TOKENS:
+                allowed = np.zeros_like(allowed)
+                allowed[end[0]] = True
+        return allowed
+
+    def _measure_window(self) -> int:
+        """How long before its limit the end of the answer is looked for; 0: never.
+
+        A limit that leaves room for nothing but what the grammar requires is not kept by force.
+        """
+        if self._window is None:
+            shape = self._options
+            start = Grammar.start(shape.grammar, self._folder, shape.stop_ids)
+            end = find_end(start, _LONGEST_END)
+            room = shape.answer_until - shape.answer_from
+            has_room = end is not None and room >= len(end) + _LEAST_ROOM
+            self._window = len(end or ()) + _EARLIER_TOKENS if has_room else 0
+        return self._window
 
     @property
     def _penalises(self) -> bool:
