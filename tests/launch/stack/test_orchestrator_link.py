@@ -93,7 +93,7 @@ def test_the_watchdog_has_a_stalled_orchestrator_replaced(
 ) -> None:
     """It asks again and again, and names the orchestrator once its questions are lost."""
     monkeypatch.setattr("launch.stack.watchdog._ASK_S", 0.0)
-    monkeypatch.setattr("launch.stack.watchdog._is_stopped", lambda child: False)
+    monkeypatch.setattr("launch.stack.watchdog.is_stopped", lambda pid: False)
     settings = StackSettings(hang_timeout_s=sys.maxsize)
     with Watchdog(address, settings) as watchdog:
         for _ in range(200_000):
@@ -107,7 +107,7 @@ def test_the_next_orchestrator_has_less_time_for_its_first_answer(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request that paralysed one may paralyse the next, before it has answered anything."""
-    monkeypatch.setattr("launch.stack.watchdog._is_stopped", lambda child: False)
+    monkeypatch.setattr("launch.stack.watchdog.is_stopped", lambda pid: False)
     settings = StackSettings(hang_timeout_s=4.0, start_timeout_s=99.0)
     with Watchdog(address, settings) as watchdog:
         watchdog.look([Orchestrator()], set())
