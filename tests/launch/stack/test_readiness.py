@@ -1,6 +1,7 @@
 """What is said while the first processes of a stack, or a new one, are waited for."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ def test_long_loading_is_said(
     """A model that loads for long is named again and again; the wait has an end."""
     monkeypatch.setattr(readiness, "_REPORT_EVERY_S", 0.1)
     said: list[tuple[str, str, str]] = []
+    loading: Any = SimpleNamespace(exit_code=None, hint="")
     with pytest.raises(DeadlineExceeded, match="drafter and verifier did not become ready"):
         readiness.await_ready(
             ipc_address(str(tmp_path / "s")),
-            {},
+            {"drafter": loading, "verifier": loading},
             4.0,  # longer than this process itself may be held up
             report=lambda role, state, note: said.append((role, state, note)),
             listener=None,
