@@ -31,7 +31,6 @@ MORE = (
     *("init_layers", "tapped_layers", "head_size", "mlp", "finish", "loss_temperature"),
     *(
         "objective",
-        "steps",
         "user_weight",
         "on_policy",
         "batch",
@@ -51,6 +50,7 @@ MORE = (
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @click.option("--texts", multiple=True, help="Reuse the texts of this run (repeatable).")
 @_option("--minutes", "The whole run, over all resumptions: texts, training, evaluation.")
+@_option("--steps", "Training steps instead of a time limit.")
 @_option("--layers", "Layers of the drafter.")
 @click.option("--init-drafter", help="Drafter to start from, of as many layers or fewer.")
 @click.option(

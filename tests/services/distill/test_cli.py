@@ -98,8 +98,8 @@ def test_prompts_of_ones_own(target: Path, tmp_path: Path) -> None:
     options = (
         "--set",
         "data_tokens=100000",
-        "--set",
-        "steps=3",
+        "--steps",
+        "3",
         "--prompts",
         prompts,
         "--set",
