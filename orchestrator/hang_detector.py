@@ -27,8 +27,14 @@ class _Watched:
 class HangDetector:
     """Watches services by their address."""
 
-    def __init__(self, hang_timeout_s: float, first_timeout_s: float) -> None:
+    def __init__(
+        self,
+        hang_timeout_s: float,
+        first_timeout_s: float,
+        longest_step_s: float = _LONGEST_STEP_S,
+    ) -> None:
         self._hang_timeout_s = hang_timeout_s
+        self._longest_step_s = longest_step_s
         self._first_timeout_s = max(first_timeout_s, hang_timeout_s)
         self._watched: dict[bytes, _Watched] = {}
         self._updated_at: float | None = None
@@ -64,7 +70,9 @@ class HangDetector:
 
     def update(self, now: float) -> list[bytes]:
         """Let time pass; returns those that have been silent for too long."""
-        step = 0.0 if self._updated_at is None else min(now - self._updated_at, _LONGEST_STEP_S)
+        step = (
+            0.0 if self._updated_at is None else min(now - self._updated_at, self._longest_step_s)
+        )
         self._updated_at = now
         for watched in self._watched.values():
             watched.silent_s += step

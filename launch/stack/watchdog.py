@@ -36,7 +36,7 @@ class Watchdog(Closeable):
         self._first_answer_s = max(_FIRST_ANSWER_S, settings.hang_timeout_s)
         self._loading = HangDetector(settings.start_timeout_s, settings.start_timeout_s)
         self._answering = HangDetector(settings.hang_timeout_s, settings.start_timeout_s)
-        self._stopped = HangDetector(_STOPPED_S, _STOPPED_S)
+        self._stopped = HangDetector(_STOPPED_S, _STOPPED_S, _STOPPED_S / 2)
         self._seen: dict[HangDetector, set[bytes]] = {
             detector: set() for detector in (self._loading, self._answering, self._stopped)
         }

@@ -93,3 +93,13 @@ def test_who_is_not_watched_does_not_hang(address: bytes) -> None:
     vigil.on_message(address, is_result=True)
     assert silence(vigil, 60) is None
     assert vigil.silent_s(address) == 0.0
+
+
+def test_a_step_may_be_less_than_the_limit() -> None:
+    """After a sleep of its own, a process that was seen silent before has not used up its time."""
+    detector = HangDetector(1.0, 1.0, 0.5)
+    detector.watch(b"v")
+    detector.update(0.0)
+    detector.update(0.4)
+    assert detector.update(3600.0) == []
+    assert detector.update(3600.3) == [b"v"]
