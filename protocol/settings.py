@@ -39,6 +39,11 @@ MetalKernels = Literal["auto", "on", "off"]
 """Our kernels for few rows on Apple's GPUs: where they are faster, wherever right, or never."""
 METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
 
+CpuActivations = Literal["int8", "float"]
+"""What a quantised target's weights are multiplied with on a CPU. int8: activations, rounded in
+groups of 32 as llama.cpp does; float: the activations as mlx-lm has them, which is slower."""
+CPU_ACTIVATIONS: tuple[CpuActivations, ...] = get_args(CpuActivations)
+
 DraftWeights = Literal["auto", "int8", "float"]
 """What an MLX drafter multiplies with. int8: bytes, which are read faster and draft almost as well;
 float: the weights as they were loaded. `auto`: int8 on a CPU."""
@@ -165,6 +170,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Of the converted target."""
 
     metal_kernels: MetalKernels = "auto"
+    cpu_activations: CpuActivations = "int8"
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     adapter: str = ""

@@ -15,6 +15,7 @@ from protocol.messages import Acceptance, Sampling
 from protocol.settings import (
     BACKENDS,
     COMPUTE_UNITS,
+    CPU_ACTIVATIONS,
     PREFILLS,
     RANK_BACKENDS,
     LogLevel,
@@ -168,6 +169,8 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
+        _setting("--cpu-activations", "What a quantised target multiplies its weights with on a "
+                 "CPU.", click.Choice(CPU_ACTIVATIONS)),
         _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
         _setting("--prefill-step-size", "Most prompt tokens per prefill chunk; on CUDA four times "
                  "as many while nothing else waits.", positive),

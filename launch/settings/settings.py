@@ -15,6 +15,7 @@ from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
 from protocol.settings import (
     ComputeUnits,
+    CpuActivations,
     Device,
     DraftWeights,
     LogLevel,
@@ -93,6 +94,9 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metal_kernels: MetalKernels = "auto"
     """Kernels for the few rows of a verification on Apple's GPUs: where they are faster, wherever
     they are right, or never."""
+    cpu_activations: CpuActivations = "int8"
+    """What a quantised target's weights are multiplied with on a CPU: activations rounded to eight
+    bits, or floats, as mlx-lm does."""
     target_device: Device = ""
     draft_device: Device = ""
     target_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1

@@ -73,6 +73,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         device=settings.target_device,
         prefill=settings.prefill,
         metal_kernels=settings.metal_kernels,
+        cpu_activations=settings.cpu_activations,
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
         adapter=pair.adapter,

@@ -30,7 +30,6 @@ from services.kv.layered import LayeredState, flatten_caches
 from services.kv.packed import PackedKV
 from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
-from services.kv.slots import KnownRows, SlotCache
 from services.kv.state import SequenceState
 from services.mlx.cuda import attention as cuda_attention
 from services.mlx.cuda.kv_rows import wait_for
@@ -73,22 +72,10 @@ class PackedCache:
         return PackedKV(masks, self._borders)
 
     @property
-    def known(self) -> list[KnownRows] | None:
-        """Rows that each sequence has before the pass, or None."""
-        found = [cache.known for cache in self._caches if isinstance(cache, SlotCache)]
-        parts = [part for own in found for part in own or ()]
-        return parts if len(parts) == len(self._caches) else None
-
-    @property
     def plain_stores(self) -> list[KVStore] | None:
         """Stores of the sequences, or None if one keeps more than keys and values."""
         found = [getattr(cache, "plain_stores", None) for cache in self._caches]
         return [store for own in found for store in own or ()] if all(found) else None
-
-    def store(self, keys: mx.array, values: mx.array) -> None:
-        """Store each part's [1, heads, count, size]."""
-        for cache, own_keys, own_values in self._pieces(keys, values):
-            cache.store(own_keys, own_values)
 
     def _pieces(self, keys: mx.array, values: mx.array) -> Iterator[tuple[Any, mx.array, mx.array]]:
         split = (mx.split(rows, self._borders, axis=2) for rows in (keys, values))

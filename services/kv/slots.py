@@ -7,7 +7,7 @@ keys and values (`update_and_fetch`). A `SlotCache` answers all three from the `
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -43,18 +43,6 @@ def parent_slots(frame: Frame) -> npt.NDArray[np.int64]:
     before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
     slots: npt.NDArray[np.int64] = np.argmax(before & frame.visible[:, : frame.start], axis=1)
     return slots
-
-
-class KnownRows(NamedTuple):
-    """One layer of a sequence as a pass finds it."""
-
-    keys: mx.array | None
-    """[1, heads, slots, size], as `values`."""
-    values: mx.array | None
-    start: int
-    """Slots that there are, and where the pass writes."""
-    new: int
-    """Rows of the pass."""
 
 
 class SlotCache:
@@ -123,25 +111,13 @@ class SlotCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
         frame = self._store.frame
-        self.keys, self.values = stored = self._with_rows(keys, values)
+        start = frame.start
+        self.keys, self.values = stored = (
+            store_rows(self.keys, keys, start),
+            store_rows(self.values, values, start),
+        )
         key_length = self._store.key_length(frame.start + frame.count)
         return stored[0][..., :key_length, :], stored[1][..., :key_length, :]
-
-    def store(self, keys: mx.array, values: mx.array) -> None:
-        """Store [1, heads, count, size] at the frame's slots."""
-        self.keys, self.values = self._with_rows(keys, values)
-
-    def _with_rows(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self._store.frame.start
-        return store_rows(self.keys, keys, start), store_rows(self.values, values, start)
-
-    @property
-    def known(self) -> list[KnownRows] | None:
-        """Rows of each sequence before the pass; None if `store` is not all that it does."""
-        if type(self) is not SlotCache:
-            return None
-        frame = self._store.frame
-        return [KnownRows(self.keys, self.values, frame.start, frame.count)]
 
     def move(self, slots: mx.array, to: int) -> None:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""

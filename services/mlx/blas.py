@@ -18,10 +18,8 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -29,12 +27,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from services.kernels.cpu import build
+from services.kernels.cpu.build import compile_library, sources
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = sorted(Path(__file__).with_name("cpu").rglob("*.[ch]"))
-_COMPILE_S = 60.0
-_FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic")
-"""The last one: functions that call each other are this library's, whatever else is loaded."""
 
 _MOST_ROWS = 16
 """From here packing pays."""
@@ -206,27 +204,13 @@ def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> i
 
 def _load_kernels() -> ctypes.CDLL | None:
     """The compiled kernels; None where they cannot be had, which costs speed only."""
-    parts = (*(source.read_bytes() for source in _SOURCES), *map(str.encode, _FLAGS))
-    digest = hashlib.sha256(b"".join(parts)).hexdigest()
+    program = [*_SOURCES, *sources(), Path(build.__file__)]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in program)).hexdigest()
     library = Path(sys.prefix, "lib", f"libssd_cpu_kernels-{digest[:16]}.so")
     try:
         if not library.exists():
-            _compile(library)
+            compile_library(library, _SOURCES)
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("short drafts verify more slowly: no CPU kernels (%s)", error)
         return None
-
-
-def _compile(library: Path) -> None:
-    """Compile beside the library's place and move it there, as others may do the same now."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler `cc`")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder, library.name)
-        sources = [str(source) for source in _SOURCES if source.suffix == ".c"]
-        folders = sorted({f"-I{source.parent}" for source in _SOURCES})
-        command = [compiler, *_FLAGS, *folders, "-o", str(built), *sources, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
-        built.replace(library)

@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Floats
 from protocol.settings import DraftWeights
+from services.kernels.cpu.equip import equip
 from services.mlx.blas import TILED_ROWS, WeightCopy, WeightKind, add_copy, multiplies_bytes
 from services.mlx.exact_copies import add_exact_copies, large_weights
 from services.mlx.loader import compute_unit
+from services.mlx.rope import use_tables
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +35,12 @@ def use_weights(model: nn.Module, weights: DraftWeights) -> None:
     if compute_unit() != "cpu":
         if weights == "int8":
             quantise_linears(model)
-    elif weights == "float":
+        return
+    rounds = weights != "float"
+    if equip(model, rounds=rounds, eight_bits=rounds):
+        return
+    use_tables(model)
+    if not rounds:
         add_exact_copies(model)
     elif not add_int8_weights(model) and weights == "int8":
         _log.warning("the drafter multiplies with floats: its int8 weights need our CPU kernels")

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from services.kernels.cpu.equip import count_packed_bytes
+from services.kernels.cpu.layers import PackedEmbedding
 from services.mlx.blas import WeightCopy, WeightKind, add_copy, find_copy, pack_exactly
 from services.mlx.loader import compute_unit
 
@@ -56,7 +58,8 @@ def count_read_bytes(model: nn.Module) -> int:
     if compute_unit() != "cpu":
         return whole
     copied = [(weight, find_copy(weight)) for weight in large_weights(model)]
-    return whole - sum(weight.nbytes - copy.nbytes for weight, copy in copied if copy is not None)
+    saved = sum(weight.nbytes - copy.nbytes for weight, copy in copied if copy is not None)
+    return whole - saved + count_packed_bytes(model)
 
 
 def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
@@ -68,7 +71,11 @@ def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
     found = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
     inner: Any = getattr(model, "model", None)
     embedding: Any = getattr(inner, "embed_tokens", None)
-    if embedding is not None and getattr(model, "lm_head", None) is None:
+    if (
+        not isinstance(embedding, PackedEmbedding)
+        and embedding is not None
+        and getattr(model, "lm_head", None) is None
+    ):
         found.append(embedding.head if hasattr(embedding, "head") else embedding.weight)
     for weight in found:
         if weight.dtype == mx.float32 and weight.ndim == 2 and weight.size >= _LEAST_ELEMENTS:

@@ -36,17 +36,24 @@ def compute_unit() -> str:
 
 
 def load(
-    folder: Path, shard: Callable[[Any], None] | None = None, adapter: str = ""
+    folder: Path,
+    shard: Callable[[Any], None] | None = None,
+    adapter: str = "",
+    *,
+    as_stored: bool = False,
 ) -> LoadedModel:
     """Load the model in `folder`.
 
     On a CPU the weights become float32, because MLX's quantised and half-precision kernels
-    are slow there; elsewhere they stay in the checkpoint's own format.
+    are slow there, unless they are meant for kernels of our own; elsewhere they stay in the
+    checkpoint's own format.
 
     Args:
         folder: in mlx-lm's format.
         shard: called before any weight is read, to leave only a part of the model.
         adapter: folder of a LoRA adapter for it; empty: none.
+        as_stored: leave the weights of a model that the CPU kernels take as they are in the
+            file, unread: for `services.kernels.cpu.equip`.
 
     Raises:
         ModelError: a folder is missing, broken, of an unknown architecture, or too large.
@@ -57,7 +64,7 @@ def load(
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
     _refuse_code(folder)
     vocabulary = read_vocabulary(folder)
-    module, config = _load(folder, shard, adapter)
+    module, config = _load(folder, shard, adapter, as_stored=as_stored)
     length = _context_length(config, folder)
     return LoadedModel(module, folder, vocabulary, length, _end_ids(config))
 
@@ -96,19 +103,21 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _load(
-    folder: Path, shard: Callable[[Any], None] | None, adapter: str
+    folder: Path, shard: Callable[[Any], None] | None, adapter: str, *, as_stored: bool
 ) -> tuple[Any, dict[str, Any]]:
     on_cpu = compute_unit() == "cpu"
     try:
         module, config = load_model(folder, lazy=True)
         if adapter:
             _adapt(module, Path(adapter))
-        if on_cpu:
+        stored = on_cpu and as_stored and _kernels_take(module)
+        if on_cpu and not stored:
             to_dense(module, mx.float32)
         if shard is not None:
             shard(module)
         _check_memory(module, folder)
-        mx.eval(module.parameters())
+        if not stored:
+            mx.eval(module.parameters())
     except ModelError:
         raise
     except MemoryError as error:
@@ -121,6 +130,12 @@ def _load(
             f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_one_line(error)}"
         ) from error
     return module, config
+
+
+def _kernels_take(module: Any) -> bool:
+    from services.kernels.cpu.equip import takes  # noqa: PLC0415  # it asks for the compute unit
+
+    return takes(module)
 
 
 def _adapt(module: nn.Module, adapter: Path) -> None:

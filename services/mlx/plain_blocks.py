@@ -10,6 +10,10 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 _WITH_KERNELS: dict[type, type] = {}
 
 
+class Unfit(Exception):
+    """This is not of the kind that the kernels compute."""
+
+
 class Kernels(Protocol):
     """What computes some passes of a block."""
 

@@ -173,6 +173,14 @@ class TableRope(nn.Module):
         return x * cos + mx.concatenate(parts, axis=-1) * sin
 
 
+def is_steady(rope: Any) -> bool:
+    """Whether tables of its angles by position say all that a layer's RoPE does, or it has none."""
+    own = rope.own if isinstance(rope, BranchRope) else rope
+    if isinstance(own, TableRope):
+        return own.tables.are_steady
+    return type(own).__name__ == "NoPE" or (type(own) in _STEADY and not own.traditional)
+
+
 def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Every module of the model that has a RoPE, with it."""
     for _, module in model.named_modules():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.settings import VerifierSettings
+from services.kernels.cpu.equip import equip
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, load
 from services.mlx.metal.choice import use_kernels
@@ -41,6 +42,8 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
             yield spread
         return
     unit = bind(settings.device)
-    model = load(Path(settings.model), adapter=settings.adapter)
+    model = load(Path(settings.model), adapter=settings.adapter, as_stored=True)
     use_kernels(model.module, settings.metal_kernels)
+    if unit == "cpu":
+        equip(model.module, rounds=settings.cpu_activations == "int8")
     yield OpenTarget(model, None, unit, None)

@@ -9,13 +9,15 @@ import mlx.core as mx
 from protocol.errors import ModelError
 from services.batching.packing import find_table, supports_packing, supports_trees
 from services.batching.slot_table import SlotTable
+from services.kernels.cpu.decoder import fill_only, kernel_of
+from services.kernels.cpu.equip import equip
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.cuda.attention import attend_table
 from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.exact_copies import add_exact_copies
-from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.loader import compute_unit
+from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
 from services.mlx.tracing.forward_trial import trace_if_faster
 from services.mlx.tracing.traced_forward import FeatureReader, TracedForward
@@ -78,8 +80,8 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         may_share_passes: whether it is worth trying to put several sequences into a pass.
     """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
-    equip_for_cpu(module, is_part=is_part)
-    if on_cpu:
+    if on_cpu and kernel_of(module) is None and (is_part or not equip(module)):
+        use_tables(module)
         add_exact_copies(module)
     if bucketed:
         equip_for_cuda(module)

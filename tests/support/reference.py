@@ -17,6 +17,7 @@ from mlx_lm.utils import load_model
 
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
+from services.kernels.cpu.equip import equip
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.verifier.target_model import TargetModel, prepare
@@ -104,6 +105,7 @@ def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) 
 def _tiny_target(family: str) -> tuple[LoadedModel, TargetModel | None]:
     """On a GPU each verifier prepares its own: traces and tables are not for two."""
     model = load(tiny_folder(family))
+    equip(model.module, rounds=False)  # the yardstick's arithmetic
     return model, prepare(model.module) if compute_unit() == "cpu" else None
 
 

@@ -49,6 +49,7 @@ from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_ou
 from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
+from services.kernels.cpu.decoder import fill_only
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
@@ -56,7 +57,6 @@ from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.cuda.attention import fit_chunk
 from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.draft_weights import use_weights
-from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope
@@ -82,7 +82,7 @@ class MlxBackend:
         weights: DraftWeights = "float",
     ) -> None:
         """Load the model in `folder`, unless it is given, `loaded`, with a head as it is to be."""
-        given, loaded = loaded is not None, loaded or load(folder)
+        given, loaded = loaded is not None, loaded or load(folder, as_stored=True)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
         self._head_ids = None if given else trim_head(self._model, folder)
@@ -118,10 +118,9 @@ class MlxBackend:
 
     def _equip(self, weights: DraftWeights) -> None:
         """Give the model what it computes with here: rotations, weights, joint products."""
-        equip_for_cpu(self._model)
+        use_weights(self._model, weights)
         if has_rope(self._model) or not is_recurrent(self._model):
             allow_branches(self._model)
-        use_weights(self._model, weights)
         if self._bucketed:
             equip_for_cuda(self._model)
 

@@ -22,9 +22,9 @@ from services.mlx.cuda.attention import attends_any_length
 from services.mlx.cuda.block_trial import BLOCKS, compare
 from services.mlx.cuda.choice import TracedLinear, serves
 from services.mlx.cuda.rotate import SIZES, HeadNorm, Heads, rotate, rotate_into
-from services.mlx.few_rows.weights import Unfit
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.plain_blocks import (
+    Unfit,
     find_kernels,
     give_kernels,
     is_plain_block,

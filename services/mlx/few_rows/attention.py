@@ -6,14 +6,12 @@ kernel runs outside MLX's graph, so its inputs are computed first.
 """
 
 import ctypes
-import itertools
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.kv.packed import PackedKV
 from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 
@@ -61,30 +59,6 @@ def attend(
     if not _attend(view(queries), keys, values, scale, mask, out):
         return None
     return mx.array(out)[None].swapaxes(1, 2)
-
-
-def attend_rows(queries: Rows, keys: Any, values: Any, scale: float, mask: Any) -> Rows | None:
-    """[n, heads, size] attention of queries [n, heads, size], or None as in `attend`.
-
-    Keys, values and mask are arrays or, of several sequences, `PackedKV`.
-    """
-    parts, borders = [(keys, values, mask)], [0, len(queries)]
-    if isinstance(keys, PackedKV):
-        parts = list(zip(keys.values, values.values, mask.values, strict=True))
-        borders = [0, *keys.borders, len(queries)]
-    arrays = [array for part in parts for array in part if isinstance(array, mx.array)]
-    if len(arrays) < 2 * len(parts):
-        return None
-    mx.eval(arrays)
-    out = np.empty_like(queries)
-    turned = queries[None].swapaxes(1, 2)
-    served = [
-        _attend(turned[:, :, first:end], own_keys, own_values, scale, own_mask, out[first:end])
-        for (own_keys, own_values, own_mask), (first, end) in zip(
-            parts, itertools.pairwise(borders), strict=True
-        )
-    ]
-    return out if all(served) else None
 
 
 def _attend(  # noqa: PLR0917  # `attend`'s arguments, and where the answer goes

@@ -111,6 +111,7 @@ def test_every_setting_has_its_variable(
         "prefill": "coreml",
         "draft_weights": "int8",
         "metal_kernels": "on",
+        "cpu_activations": "float",
         "preset": "creative",
     }
     devices = {"target_device": "gpu", "draft_device": "cuda:1"}

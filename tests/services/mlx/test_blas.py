@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from services.kernels.cpu.build import compile_library
 from services.mlx import blas
 from services.mlx.blas import WeightCopy, WeightKind
 from tests.support.cpu_kernels import (
@@ -35,7 +36,7 @@ def uniform(*shape: int) -> Floats:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernel, freshly compiled."""
     library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    blas._compile(library)
+    compile_library(library, blas._SOURCES)
     return library
 
 
@@ -158,10 +159,10 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
 ) -> None:
     """It costs speed only."""
 
-    def fail(library: Path) -> None:
+    def fail(library: Path, others: object) -> None:
         raise cause
 
-    monkeypatch.setattr(blas, "_compile", fail)
+    monkeypatch.setattr(blas, "compile_library", fail)
     monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
     assert blas._load_kernels() is None
     assert "no CPU kernels" in caplog.text

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
 from services.kv.cache import KVStore
+from services.mlx.loader import load
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.verifier.prelaunch import Prelauncher, choose_rows
 from services.verifier.verifier import Verifier
@@ -24,7 +25,7 @@ from tests.services.verifier.test_trees import (
     Stream,
     shapes,
 )
-from tests.support.reference import said, tiny_verifier
+from tests.support.reference import said, tiny_folder
 
 GREEDY = Sampling()
 
@@ -32,7 +33,9 @@ GREEDY = Sampling()
 @cache
 def _traced() -> tuple[Verifier, TracedForward]:
     """A verifier of its own, and its model's passes over trees of up to thirty-two, traced."""
-    verifier = tiny_verifier("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.verifier.target_model.equip", lambda _: False)
+        verifier = Verifier(load(tiny_folder("llama")), 512)
     model = verifier._model
     traced = TracedForward(model)
     store = verifier.new_state()

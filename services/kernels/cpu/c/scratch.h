@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-enum purpose { BLOCK_HALVES, BLOCK_WHOLE, PASS, ROUNDED_ROWS, CHOICE, PURPOSES };
+enum purpose { PASS, ATTENTION, ROW, ROUNDED_ROWS, CHOICE, PURPOSES };
 
 /* So many bytes of this thread, until it asks again for the same purpose; at a multiple of 64. */
 void *scratch(enum purpose purpose, size_t bytes);

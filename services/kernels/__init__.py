@@ -1,0 +1,1 @@
+"""Kernels of our own, by the processor that they are for."""

@@ -1,0 +1,63 @@
+/* A decoder as a pass sees it. `services/kernels/cpu/structures.py` has the same for Python. */
+#ifndef SSD_DECODER_H
+#define SSD_DECODER_H
+
+#include "layout.h"
+
+/* weight NULL: nothing is normalised. */
+struct norm {
+    const float *weight;
+    float eps;
+};
+
+/* x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x))) */
+struct block {
+    struct norm before, q_norm, k_norm, after;
+    struct matrix q, k, v, o, gate, up, down;
+};
+
+struct decoder {
+    const struct block *blocks;
+    int count;
+    int heads, kv_heads, size;
+    int rotated;      /* first elements of a head, in two halves; 0: none */
+    int rounds;       /* whether activations are rounded to bytes for weights of bits */
+    float scale;      /* of attention */
+    struct matrix embedding;
+    struct norm norm;
+    struct matrix head;
+};
+
+/* One sequence: where its layers' keys and values are, [kv heads, any slots, size] each, and which
+ * of its rows take part. They go to the slots from `start` on. */
+struct sequence {
+    float *const *k, *const *v;
+    const unsigned char *visible; /* [rows, start + rows], or NULL: each sees all before it */
+    long head;                    /* elements from one head to the next */
+    int start, rows;
+};
+
+/* A pass over `rows` tokens of `parts` sequences, in their order. */
+struct pass {
+    int rows;
+    const int *tokens, *positions;
+    const float *cos, *sin; /* [any positions, rotated / 2] */
+    int parts;
+    const struct sequence *sequences;
+    float *logits;       /* [rows, vocabulary], or NULL: only keys and values are kept */
+    int taps;            /* layers whose outputs are wanted */
+    const int *tapped;   /* [taps] their numbers, in rising order */
+    float *const *tap;   /* [taps] where they go: [rows, width] each */
+};
+
+/* The kernels of one instruction set. */
+struct kernels {
+    const char *name;
+    void (*run_pass)(const struct decoder *, const struct pass *);
+    /* y [rows, outputs] of x [rows, inputs] */
+    void (*multiply)(const struct matrix *, int rows, const float *x, int rounds, float *y);
+    /* Row `row` of a weight, as floats. */
+    void (*read_row)(const struct matrix *, int row, float *to);
+};
+
+#endif

@@ -1,0 +1,112 @@
+/* AVX2: products of bytes are summed in 16 bits over a group of 32, which 15 * 127 * 2 * 8 fits;
+ * weights of eight bits are two of four. With AVX-VNNI a step is one vpdpbusd of eight channels. */
+#ifndef SSD_ISA_H
+#define SSD_ISA_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVXVNNI__
+#define ISA avxvnni
+#else
+#define ISA avx2
+#endif
+#define TILE_ROWS 4
+enum { LANES = 8 };
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline vf vf_fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+static inline vf vf_from_halves(const uint16_t *from)
+{
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+}
+
+static inline void vf_to_halves(vf from, uint16_t *to)
+{
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline vi vi_from_shorts(const uint16_t *from)
+{
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
+#ifdef __AVXVNNI__
+
+typedef __m256i dot_sum;
+
+static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
+{
+    *sum = _mm256_dpbusd_avx_epi32(*sum, (__m256i)weights, _mm256_set1_epi32(activations));
+}
+
+static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activations)
+{
+    dot_step(sum, weights, activations);
+}
+
+static inline vi dot_total(dot_sum sum) { return (vi)sum; }
+static inline vi dot_total_nibbles(dot_sum sum) { return (vi)sum; }
+
+#else
+
+typedef struct {
+    __m256i low, high; /* sixteen sums of two products; `high` of the upper four bits */
+} dot_sum;
+
+static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activations)
+{
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(activations));
+    sum->low = _mm256_add_epi16(sum->low, pairs);
+}
+
+static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
+{
+    const __m256i nibble = _mm256_set1_epi8(15);
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16((__m256i)weights, 4), nibble);
+    dot_step_nibbles(sum, (vi)_mm256_and_si256((__m256i)weights, nibble), activations);
+    high = _mm256_maddubs_epi16(high, _mm256_set1_epi32(activations));
+    sum->high = _mm256_add_epi16(sum->high, high);
+}
+
+static inline vi dot_total_nibbles(dot_sum sum)
+{
+    return (vi)_mm256_madd_epi16(sum.low, _mm256_set1_epi16(1));
+}
+
+static inline vi dot_total(dot_sum sum)
+{
+    __m256i high = _mm256_madd_epi16(sum.high, _mm256_set1_epi16(16));
+    return (vi)_mm256_add_epi32((__m256i)dot_total_nibbles(sum), high);
+}
+
+#endif
+
+static inline void prefetch(const void *at) { _mm_prefetch(at, _MM_HINT_T0); }
+
+/* LANES rows of LANES floats to columns; strides in floats. */
+static inline void transpose(const float *from, long stride, float *to, long step)
+{
+    __m256 x[8], y[8];
+    for (int i = 0; i < 4; i++) { /* halves of rows i and i + 4 */
+        __m256 a = _mm256_loadu_ps(from + i * stride), b = _mm256_loadu_ps(from + (i + 4) * stride);
+        x[i] = _mm256_permute2f128_ps(a, b, 0x20);
+        x[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
+    for (int h = 0; h < 8; h += 4) {
+        y[h] = _mm256_unpacklo_ps(x[h], x[h + 1]);
+        y[h + 1] = _mm256_unpackhi_ps(x[h], x[h + 1]);
+        y[h + 2] = _mm256_unpacklo_ps(x[h + 2], x[h + 3]);
+        y[h + 3] = _mm256_unpackhi_ps(x[h + 2], x[h + 3]);
+        _mm256_storeu_ps(to + h * step, _mm256_shuffle_ps(y[h], y[h + 2], 0x44));
+        _mm256_storeu_ps(to + (h + 1) * step, _mm256_shuffle_ps(y[h], y[h + 2], 0xee));
+        _mm256_storeu_ps(to + (h + 2) * step, _mm256_shuffle_ps(y[h + 1], y[h + 3], 0x44));
+        _mm256_storeu_ps(to + (h + 3) * step, _mm256_shuffle_ps(y[h + 1], y[h + 3], 0xee));
+    }
+}
+
+#endif

@@ -1,0 +1,105 @@
+/* Portable C: what every other instruction set is compared with, bit for bit. */
+#ifndef SSD_ISA_H
+#define SSD_ISA_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ISA portable
+#define TILE_ROWS 1
+enum { LANES = 16 };
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef vi dot_sum;
+
+static inline vf vf_fma(vf a, vf b, vf c)
+{
+    for (int i = 0; i < LANES; i++)
+        c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
+
+static inline float float_of_half(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff, bits;
+    float value;
+    if (rest < 0x400) { /* subnormal: an integer of 2^-24 */
+        value = (float)rest * 0x1p-24f;
+        memcpy(&bits, &value, 4);
+    } else {
+        bits = rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : (rest + 0x1c000) << 13;
+    }
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t half_of_float(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x1ff));
+    if (rest >= 0x47800000)
+        return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000) { /* rounded to an integer of 2^-24, half to even */
+        float small;
+        memcpy(&small, &rest, 4);
+        small = small * 0x1p24f + 0x1p23f;
+        memcpy(&bits, &small, 4);
+        return (uint16_t)(sign | (bits - 0x4b000000));
+    }
+    return (uint16_t)(sign | ((rest + 0xfff + (rest >> 13 & 1)) - 0x38000000) >> 13);
+}
+
+static inline vf vf_from_halves(const uint16_t *from)
+{
+    vf to;
+    for (int i = 0; i < LANES; i++)
+        to[i] = float_of_half(from[i]);
+    return to;
+}
+
+static inline void vf_to_halves(vf from, uint16_t *to)
+{
+    for (int i = 0; i < LANES; i++)
+        to[i] = half_of_float(from[i]);
+}
+
+static inline vi vi_from_shorts(const uint16_t *from)
+{
+    vi to;
+    for (int i = 0; i < LANES; i++)
+        to[i] = from[i];
+    return to;
+}
+
+/* Sums of products of bytes: of four weights of each lane with the same four activations. */
+static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
+{
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < 4; j++)
+            (*sum)[i] += (weights[i] >> 8 * j & 255) * (int8_t)(activations >> 8 * j);
+}
+
+static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activations)
+{
+    dot_step(sum, weights, activations);
+}
+
+static inline vi dot_total(dot_sum sum) { return sum; }
+static inline vi dot_total_nibbles(dot_sum sum) { return sum; }
+static inline void prefetch(const void *at) { __builtin_prefetch(at); }
+
+/* LANES rows of LANES floats to columns; strides in floats. */
+static inline void transpose(const float *from, long stride, float *to, long step)
+{
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++)
+            to[j * step + i] = from[i * stride + j];
+}
+
+#endif

@@ -1,0 +1,267 @@
+"""Whole passes of a decoder on a CPU in one call (`c/pass.h`).
+
+Tokens go in, logits come out, and keys and values are written where they are (`kv.resident`), with
+neither MLX's graph nor Python between the layers. Passes over one token or many, of one sequence or
+several, chains and trees are the same to it: a row has the same bits in all of them.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from services.kernels.cpu import structures
+from services.kernels.cpu.layers import PackedEmbedding, PackedLinear
+from services.kernels.cpu.structures import (
+    NORMS,
+    BlockStruct,
+    DecoderStruct,
+    NormStruct,
+    PassStruct,
+)
+from services.kv.cache import KVStore
+from services.mlx.array_memory import address, view
+from services.mlx.blas import cpu_kernels
+from services.mlx.plain_blocks import Unfit
+from services.mlx.rope import Angles, BranchRope, TableRope, Tables
+
+PIECE = 128
+"""Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
+_MOST_PARTS = 64
+"""Sequences of a pass: as in `c/pass.h`."""
+_CLASSES: dict[type, type] = {}
+
+
+class DecoderKernel:
+    """A model of packed layers as the kernels see it.
+
+    Raises:
+        Unfit: its parts are of another kind.
+    """
+
+    def __init__(self, model: Any, program: ctypes.c_void_p, *, rounds: bool) -> None:
+        inner = self._inner = model.model
+        self._program = program
+        self._layers = list(inner.layers)
+        self._kinds = [type(layer) for layer in self._layers]
+        self._held: list[Any] = []
+        attention = inner.layers[0].self_attn
+        self._heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
+        blocks = (BlockStruct * len(self._layers))(*map(self._block, self._layers))
+        self.size = blocks[0].q.outputs // self._heads
+        self._tables, rotated = self._rotation()
+        embedding: PackedEmbedding = inner.embed_tokens
+        self._embedding = embedding
+        head = model.lm_head.packed if "lm_head" in model else embedding.head
+        self.vocabulary = int(embedding.packed.matrix.outputs)
+        self._width = int(embedding.packed.matrix.inputs)
+        self._columns = int(head.matrix.outputs)
+        self.decoder = DecoderStruct(
+            blocks, len(blocks), self._heads, self.kv_heads, self.size, rotated, int(rounds),
+            attention.scale, embedding.packed.matrix, self._norm(inner, "norm"), head.matrix,
+        )  # fmt: skip
+
+    def _block(self, block: Any) -> BlockStruct:
+        attention, mlp = block.self_attn, block.mlp
+        if (attention.n_heads, attention.n_kv_heads) != (self._heads, self.kv_heads):
+            raise Unfit("layers have different numbers of heads")
+        norms = (
+            (block, "input_layernorm"),
+            (attention, "q_norm"),
+            (attention, "k_norm"),
+            (block, "post_attention_layernorm"),
+        )
+        layers: list[PackedLinear] = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        layers += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        found = {name: self._norm(*place) for name, place in zip(NORMS, norms, strict=True)}
+        products = zip(structures.PRODUCTS, layers, strict=True)
+        return BlockStruct(**found, **{name: layer.packed.matrix for name, layer in products})
+
+    def _norm(self, owner: Any, name: str) -> NormStruct:
+        if name not in owner:
+            return NormStruct(None, 0.0)
+        norm = owner[name]
+        if type(norm) is not nn.RMSNorm:
+            raise Unfit(f"{name} is a {type(norm).__name__}")
+        floats = np.array(norm.weight.astype(mx.float32))
+        self._held.append(floats)
+        return NormStruct(floats.ctypes.data, norm.eps)
+
+    def _rotation(self) -> tuple[Tables | None, int]:
+        """The tables that all layers rotate by, and how much of a head."""
+        ropes = [layer.self_attn.rope for layer in self._layers]
+        ropes = [rope.own if isinstance(rope, BranchRope) else rope for rope in ropes]
+        if all(type(rope).__name__ == "NoPE" for rope in ropes):
+            return None, 0
+        first = ropes[0]
+        if not isinstance(first, TableRope) or not first.tables.are_steady:
+            raise Unfit(f"its RoPE is a {type(first).__name__}")
+        if any(getattr(rope, "tables", None) is not first.tables for rope in ropes):
+            raise Unfit("layers rotate in different ways")
+        return first.tables, first.dims
+
+    def stores_of(self, model: Any, tokens: mx.array, cache: Any) -> list[KVStore] | None:
+        """The sequences of a pass that is ours, whose tokens are these; None if it is not."""
+        if not cache or tokens.ndim != 2 or tokens.shape[0] != 1:
+            return None
+        stores: list[KVStore] | None = getattr(cache[0], "plain_stores", None)
+        ours = (
+            stores is not None
+            and len(stores) <= _MOST_PARTS
+            and all(len(store.caches) == len(self._layers) for store in stores)
+            and sum(store.frame.count for store in stores) == tokens.size
+            and mx.default_device() == mx.cpu
+            and model.model is self._inner
+            and self._inner.embed_tokens is self._embedding
+            and self._is_unchanged()
+        )
+        return stores if ours else None
+
+    def _is_unchanged(self) -> bool:
+        """Whether the layers are what they were, or read (`services.mlx.taps`)."""
+        return all(
+            type(layer) is kind or (tap is not None and tap.instead is None)
+            for layer, kind in zip(self._layers, self._kinds, strict=True)
+            for tap in (getattr(layer, "tap", None),)
+        )
+
+    def run(self, tokens: mx.array, stores: Sequence[KVStore]) -> mx.array:
+        """Logits [1, n, vocabulary]."""
+        logits, states = self._run(self._check(tokens), stores, head=True)
+        self._catch([states])
+        return mx.array(logits)
+
+    def fill(self, tokens: mx.array, stores: Sequence[KVStore]) -> None:
+        """Keep keys and values of chains of any length, in passes of up to `PIECE` rows."""
+        row, at = self._check(tokens), 0
+        frames = [store.frame for store in stores]
+        for store in stores:
+            store.reside(self.kv_heads, self.size)  # with room for all of them
+        caught = []
+        for pieces in _cut([frame.count for frame in frames]):
+            for index, first, count in pieces:
+                stores[index].narrow(frames[index], first, count)
+            end = at + sum(count for *_, count in pieces)
+            parts = [stores[index] for index, *_ in pieces]
+            caught.append(self._run(row[at:end], parts, head=False)[1])
+            at = end
+        self._catch(caught)
+        for store, frame in zip(stores, frames, strict=True):
+            store.narrow(frame, 0, frame.count)
+
+    def _check(self, tokens: mx.array) -> npt.NDArray[np.int32]:
+        row = np.ascontiguousarray(view(tokens)[0], np.int32)
+        if row.size and not 0 <= row.min() <= row.max() < self.vocabulary:
+            raise ValueError(f"tokens outside 0..{self.vocabulary - 1}")
+        return row
+
+    @property
+    def _tapped(self) -> list[int]:
+        """Layers that are read."""
+        return [at for at, layer in enumerate(self._layers) if hasattr(layer, "tap")]
+
+    def _catch(self, pieces: Sequence[npt.NDArray[np.float32]]) -> None:
+        """Hand [tapped, rows, width] of a pass's pieces to whoever reads these layers."""
+        for index, layer in enumerate(self._tapped):
+            rows = np.concatenate([piece[index] for piece in pieces])
+            self._layers[layer].tap.caught = mx.array(rows)[None]
+
+    def _run(
+        self, row: npt.NDArray[np.int32], stores: Sequence[KVStore], *, head: bool
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Logits [1, n, vocabulary], of no rows without `head`, and [tapped, n, width] states."""
+        parts, held = self._describe(stores)
+        tapped = self._tapped
+        states = np.empty((len(tapped), row.size, self._width), np.float32)
+        logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
+        angles = self._angles(stores)
+        turns = [None] * 3 if angles is None else list(map(address, angles))
+        numbers = (ctypes.c_int * len(tapped))(*tapped)
+        places = (ctypes.c_void_p * len(tapped))(*(own.ctypes.data for own in states))
+        one = PassStruct(
+            row.size, address(row), *turns, len(parts), ctypes.addressof(parts),
+            address(logits) if head else None,
+            len(tapped), ctypes.addressof(numbers), ctypes.addressof(places),
+        )  # fmt: skip
+        library: Any = cpu_kernels()
+        library.cpu_run_pass(self._program, ctypes.byref(self.decoder), ctypes.byref(one))
+        del held
+        return logits, states
+
+    def _angles(self, stores: Sequence[KVStore]) -> Angles | None:
+        if self._tables is None:
+            return None
+        positions = [store.frame.positions[store.frame.start :] for store in stores]
+        return self._tables.angles_at(np.concatenate(positions).astype(np.int32))
+
+    def _describe(self, stores: Sequence[KVStore]) -> tuple[Any, list[npt.NDArray[np.bool_]]]:
+        """Of each sequence; and masks that must outlive the pass."""
+        parts, held = (structures.SequenceStruct * len(stores))(), list[npt.NDArray[np.bool_]]()
+        for part, store in zip(parts, stores, strict=True):
+            memory, frame = store.reside(self.kv_heads, self.size), store.frame
+            part.keys, part.values = ctypes.addressof(memory.keys), ctypes.addressof(memory.values)
+            part.head, part.start, part.rows = memory.head, frame.start, frame.count
+            if frame.visible is not None:
+                held.append(np.ascontiguousarray(frame.visible))
+                part.visible = held[-1].ctypes.data
+        return parts, held
+
+
+def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Passes over so many rows of each sequence: which one, from which row on, and how many."""
+    rows = ((index, row) for index, count in enumerate(counts) for row in range(count))
+    while piece := list(itertools.islice(rows, PIECE)):
+        found = []
+        for index, group in itertools.groupby(piece, lambda pair: pair[0]):
+            numbers = [row for _, row in group]
+            found.append((index, numbers[0], len(numbers)))
+        for at in range(0, len(found), _MOST_PARTS):
+            yield found[at : at + _MOST_PARTS]
+
+
+def use_decoder(model: Any, kernel: DecoderKernel) -> None:
+    """Let the passes of a model that are the kernel's go through it."""
+    model.decoder_kernel = kernel
+    model.__class__ = _class_with_kernel(type(model))
+
+
+def kernel_of(model: Any) -> DecoderKernel | None:
+    """What the passes of a model go through, if anything."""
+    return getattr(model, "decoder_kernel", None)
+
+
+def fill_only(model: Any) -> Any:
+    """`model`, called where only keys and values are wanted."""
+    kernel = kernel_of(model)
+    if kernel is None:
+        return model
+
+    def fill(tokens: mx.array, cache: Any = None) -> mx.array:
+        stores = kernel.stores_of(model, tokens, cache)
+        if stores is None or any(store.frame.visible is not None for store in stores):
+            found: mx.array = model(tokens, cache=cache)
+            return found
+        kernel.fill(tokens, stores)
+        return mx.zeros((1, 0, kernel.vocabulary))
+
+    return fill
+
+
+def _class_with_kernel(plain: type) -> type:
+    """The subclass whose passes go through the model's kernel."""
+    if plain not in _CLASSES:
+
+        def call(self: Any, inputs: mx.array, cache: Any = None, *more: Any, **named: Any) -> Any:
+            kernel: DecoderKernel = self.decoder_kernel
+            stores = None if more or named else kernel.stores_of(self, inputs, cache)
+            if stores is not None:
+                return kernel.run(inputs, stores)
+            return plain.__call__(self, inputs, cache, *more, **named)
+
+        _CLASSES[plain] = type(f"Packed{plain.__name__}", (plain,), {"__call__": call})
+    return _CLASSES[plain]

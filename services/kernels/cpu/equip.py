@@ -1,0 +1,153 @@
+"""Giving a model to the CPU kernels: its weights to strips, its passes to `decoder`."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from services.kernels.cpu.decoder import DecoderKernel, use_decoder
+from services.kernels.cpu.layers import PackedEmbedding, PackedLinear
+from services.kernels.cpu.packing import (
+    MlxWeights,
+    PackedMatrix,
+    check,
+    pack,
+    weights_of,
+)
+from services.kernels.cpu.program import find_program, name_of
+from services.mlx.plain_blocks import FAMILIES, Unfit, is_plain_block
+from services.mlx.rope import is_steady, use_tables
+
+_log = logging.getLogger(__name__)
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_ROUNDED_GROUP = 32
+
+
+def takes(model: Any) -> bool:
+    """Whether the kernels compute with this model's weights: a decoder of a known family."""
+    return find_program() is not None and _why_not(model) is None
+
+
+def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
+    """Bring a model's weights into strips; its MLX arrays go, layer by layer.
+
+    Args:
+        model: an mlx-lm model, its weights as in the file.
+        rounds: whether activations are rounded to bytes for weights of bits.
+        eight_bits: round weights that are floats to eight bits.
+
+    Returns:
+        Whether the kernels compute with it.
+    """
+    program = find_program()
+    reason = "there are no CPU kernels" if program is None else _why_not(model)
+    if program is None or reason is not None:
+        _log.info("this model is computed by MLX: %s", reason)
+        return False
+    use_tables(model)
+    packer = _Packer(program, rounds=rounds, eight_bits=eight_bits)
+    packer.pack(model)
+    model.update(tree_map(_to_float32, model.parameters()))
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    _log.info("weights of %.2f GB for %s", packer.nbytes / 1e9, name_of(program))
+    try:
+        use_decoder(model, DecoderKernel(model, program, rounds=rounds))
+    except Unfit as reason:
+        _log.info("only products are computed by the CPU kernels: %s", reason)
+    return True
+
+
+def count_packed_bytes(model: nn.Module) -> int:
+    """Bytes of strips that a pass over few tokens reads."""
+    layers = [layer for _, layer in model.named_modules()]
+    linears = sum(layer.packed.nbytes for layer in layers if isinstance(layer, PackedLinear))
+    tables = [layer for layer in layers if isinstance(layer, PackedEmbedding)]
+    heads = 0 if "lm_head" in model else sum(table.head.nbytes for table in tables)
+    return int(linears + heads)
+
+
+def _to_float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def _why_not(model: Any) -> str | None:
+    kind = type(model)
+    homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
+    if kind.__qualname__ != "Model" or kind.__module__ not in homes:
+        return f"its class is {kind.__module__}.{kind.__qualname__}"
+    try:
+        for block in model.model.layers:
+            if not is_plain_block(block):
+                return f"a block is a {type(block).__name__}"
+            if not is_steady(block.self_attn.rope):
+                return f"a RoPE is a {type(block.self_attn.rope).__name__}"
+            for owner, name in _linears(block):
+                check(weights_of(owner[name]))
+        check(weights_of(_table_of(model.model.embed_tokens)))
+        if "lm_head" in model:
+            check(weights_of(model.lm_head))
+    except Unfit as reason:
+        return str(reason)
+    return None
+
+
+def _linears(block: Any) -> Iterator[tuple[Any, str]]:
+    yield from ((block.self_attn, name) for name in _ATTENTION)
+    yield from ((block.mlp, name) for name in _MLP)
+
+
+def _table_of(embedding: Any) -> Any:
+    """The table of an embedding whose head was trimmed (`services.mlx.lm_head`)."""
+    return getattr(embedding, "looked_up", embedding)
+
+
+class _Packer:
+    """Replaces the layers of a model by packed ones."""
+
+    def __init__(self, program: ctypes.c_void_p, *, rounds: bool, eight_bits: bool) -> None:
+        self._program, self._rounds, self._eight_bits = program, rounds, eight_bits
+        self.nbytes = 0
+
+    def pack(self, model: Any) -> None:
+        """All of its layers."""
+        for block in model.model.layers:
+            for owner, name in _linears(block):
+                setattr(owner, name, self._linear(owner[name]))
+        if "lm_head" in model:
+            model.lm_head = self._linear(model.lm_head)
+        model.model.embed_tokens = self._embedding(model.model.embed_tokens)
+
+    def _linear(self, layer: Any) -> PackedLinear:
+        packed = self._pack(weights_of(layer), layer.bias if "bias" in layer else None)
+        return PackedLinear(packed, self._program, rounds=self._rounds)
+
+    def _embedding(self, embedding: Any) -> PackedEmbedding:
+        table = self._pack(weights_of(_table_of(embedding)))
+        rows = getattr(embedding, "head", None)
+        head = table if rows is None else self._pack(MlxWeights(rows))
+        return PackedEmbedding(table, head, self._program, rounds=self._rounds)
+
+    def _pack(self, weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
+        if self._eight_bits:
+            weights = _round_to_bytes(weights)
+        packed = pack(weights, bias)
+        self.nbytes += packed.nbytes
+        return packed
+
+
+def _round_to_bytes(weights: MlxWeights) -> MlxWeights:
+    """Floats in eight bits; as they are, if they are not numbers, which must not be hidden."""
+    if weights.scales is not None or weights.weight.shape[1] % _ROUNDED_GROUP:
+        return weights
+    floats = weights.weight.astype(mx.float32)
+    if not mx.all(mx.isfinite(floats)).item():
+        return weights
+    codes, scales, biases = mx.quantize(floats, group_size=_ROUNDED_GROUP, bits=8)
+    return MlxWeights(codes, scales, biases, 8, _ROUNDED_GROUP)

@@ -1,0 +1,124 @@
+"""Weights of MLX layers in the layout of the kernels (`c/layout.h`).
+
+MLX's affine weights of 4 and 8 bits stay as they are in the file, number by number; those of 2 and
+3 bits become 4 and those of 5 and 6 become 8, which changes no weight. Floats stay what they are.
+"""
+
+import ctypes
+import mmap
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from services.kernels.cpu.structures import MatrixStruct, SourceStruct
+from services.mlx.array_memory import view
+from services.mlx.blas import cpu_kernels
+from services.mlx.plain_blocks import Unfit
+
+_BITS4, _BITS8, _HALF, _BFLOAT, _FLOAT = range(5)
+_FLOATS = {mx.float16: _HALF, mx.bfloat16: _BFLOAT, mx.float32: _FLOAT}
+_GROUPS = (32, 64, 128)
+_HUGE = 1 << 21
+
+
+class PackedMatrix:
+    """A weight [outputs, inputs] in strips, and a bias."""
+
+    def __init__(self, matrix: MatrixStruct, held: tuple[Any, ...]) -> None:
+        self.matrix = matrix
+        self._held = held
+        """Memory that the matrix points to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the strips."""
+        return count_bytes(self.matrix)
+
+
+class MlxWeights(NamedTuple):
+    """A weight as MLX has it; scales and biases are None for floats."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 0
+    group: int = 0
+
+
+def weights_of(layer: Any) -> MlxWeights:
+    """Of a linear layer or an embedding.
+
+    Raises:
+        Unfit: it is of another kind.
+    """
+    if type(layer) in {nn.QuantizedLinear, nn.QuantizedEmbedding}:
+        if layer.mode != "affine" or layer.group_size not in _GROUPS:
+            raise Unfit(f"weights of mode {layer.mode!r} in groups of {layer.group_size}")
+        return MlxWeights(layer.weight, layer.scales, layer.biases, layer.bits, layer.group_size)
+    if type(layer) in {nn.Linear, nn.Embedding}:
+        return MlxWeights(layer.weight)
+    raise Unfit(f"a layer is a {type(layer).__name__}")
+
+
+def count_bytes(matrix: MatrixStruct) -> int:
+    """Bytes of its strips."""
+    kernels: Any = cpu_kernels()
+    kernels.cpu_packed_bytes.restype = ctypes.c_size_t
+    return int(kernels.cpu_packed_bytes(ctypes.byref(matrix)))
+
+
+def check(weights: MlxWeights) -> MatrixStruct:
+    """The matrix that `pack` makes of these, without its strips.
+
+    Raises:
+        Unfit: weights or scales are of another type.
+    """
+    dtype = weights.weight.dtype if weights.scales is None else weights.scales.dtype
+    if dtype not in _FLOATS or weights.weight.ndim != 2:
+        raise Unfit(f"weights of {dtype} in {weights.weight.ndim} dimensions")
+    outputs, inputs = weights.weight.shape
+    if weights.scales is None:
+        return MatrixStruct(None, None, outputs, inputs, _FLOATS[dtype], 0, 0)
+    kind = _BITS4 if weights.bits <= 4 else _BITS8
+    inputs = inputs * 32 // weights.bits
+    return MatrixStruct(None, None, outputs, inputs, kind, _FLOATS[dtype], weights.group)
+
+
+def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
+    """Bring weights into strips, by all threads.
+
+    Raises:
+        Unfit: see `check`.
+    """
+    matrix = check(weights)
+    kernels: Any = cpu_kernels()
+    memory = _allocate(count_bytes(matrix))
+    matrix.strips = memory.ctypes.data
+    arrays = [one for one in (weights.weight, weights.scales, weights.biases) if one is not None]
+    mx.eval(arrays)
+    views = [_contiguous(array) for array in arrays]
+    pointers = [own.ctypes.data for own in views]
+    source = SourceStruct(*pointers, *[None] * (3 - len(pointers)), weights.bits)
+    kernels.cpu_pack(ctypes.byref(matrix), ctypes.byref(source))
+    held: tuple[Any, ...] = (memory,)
+    if bias is not None:
+        floats = np.array(bias.astype(mx.float32))
+        matrix.bias, held = floats.ctypes.data, (memory, floats)
+    return PackedMatrix(matrix, held)
+
+
+def _allocate(size: int) -> Any:
+    """Zeros at the beginning of a page; large ones on huge pages, where the system has them."""
+    room = mmap.mmap(-1, max(1, size))
+    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(room, np.uint8)
+
+
+def _contiguous(array: mx.array) -> Any:
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    own = view(array)
+    return own if own.flags.c_contiguous else np.ascontiguousarray(own)

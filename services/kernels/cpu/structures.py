@@ -1,0 +1,79 @@
+"""The structures of `c/decoder.h` and `c/layout.h`."""
+
+import ctypes
+
+
+class MatrixStruct(ctypes.Structure):
+    """`struct matrix`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("strips", "bias")),
+        *((name, ctypes.c_int) for name in ("outputs", "inputs", "weights", "scales", "group")),
+    )
+
+
+class SourceStruct(ctypes.Structure):
+    """`struct source`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "biases")),
+        ("bits", ctypes.c_int),
+    )
+
+
+class NormStruct(ctypes.Structure):
+    """`struct norm`."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+NORMS = ("before", "q_norm", "k_norm", "after")
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class BlockStruct(ctypes.Structure):
+    """`struct block`."""
+
+    _fields_ = (
+        *((name, NormStruct) for name in NORMS),
+        *((name, MatrixStruct) for name in PRODUCTS),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    """`struct decoder`."""
+
+    _fields_ = (
+        ("blocks", ctypes.POINTER(BlockStruct)),
+        *(
+            (name, ctypes.c_int)
+            for name in ("count", "heads", "kv_heads", "size", "rotated", "rounds")
+        ),
+        ("scale", ctypes.c_float),
+        ("embedding", MatrixStruct),
+        ("norm", NormStruct),
+        ("head", MatrixStruct),
+    )
+
+
+class SequenceStruct(ctypes.Structure):
+    """`struct sequence`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "visible")),
+        ("head", ctypes.c_long),
+        *((name, ctypes.c_int) for name in ("start", "rows")),
+    )
+
+
+class PassStruct(ctypes.Structure):
+    """`struct pass`."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "cos", "sin")),
+        ("parts", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("sequences", "logits")),
+        ("taps", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("tapped", "tap")),
+    )

@@ -1,0 +1,116 @@
+"""Products from packed bits: right, and the same bits in any company and instruction set."""
+
+import ctypes
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from services.kernels.cpu.packing import MlxWeights, PackedMatrix, pack
+from services.kernels.cpu.program import SETS, find_program, multiply, read_rows
+from services.mlx import blas
+
+Floats = npt.NDArray[np.float32]
+
+pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no C compiler here")
+
+BITS, GROUPS = (0, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+RANDOM = np.random.default_rng(1)
+
+
+def weights(
+    outputs: int, inputs: int, bits: int, group: int, dtype: mx.Dtype
+) -> tuple[MlxWeights, Floats]:
+    """Random weights of a kind, and the floats that they stand for."""
+    floats = mx.array(RANDOM.standard_normal((outputs, inputs)).astype(np.float32))
+    if not bits:
+        found = floats.astype(dtype)
+        return MlxWeights(found), np.array(found.astype(mx.float32))
+    codes, scales, biases = mx.quantize(floats, group_size=group, bits=bits)
+    scales, biases = scales.astype(dtype), biases.astype(dtype)
+    dense = mx.dequantize(
+        codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group, bits=bits
+    )
+    return MlxWeights(codes, scales, biases, bits, group), np.array(dense)
+
+
+def programs() -> dict[str, ctypes.c_void_p]:
+    found = {name: find_program(name) for name in SETS}
+    return {name: program for name, program in found.items() if program is not None}
+
+
+def rounded(x: Floats) -> Floats:
+    """Activations as they are multiplied: in steps of a 127th of the largest of each 32."""
+    groups = x.reshape(len(x), -1, 32)
+    steps = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
+    return (np.rint(groups / np.where(steps > 0, steps, 1)) * steps).reshape(x.shape)
+
+
+def random_cases() -> list[tuple[PackedMatrix, Floats, Floats, int]]:
+    """For each kind of weights a packed matrix, its floats, rows of activations, and its bits."""
+    found = []
+    for bits, group, dtype in itertools.product(BITS, GROUPS, TYPES):
+        outputs, inputs = int(RANDOM.integers(1, 70)), 128 * int(RANDOM.integers(1, 4))
+        given, dense = weights(outputs, inputs, bits, group, dtype)
+        x = RANDOM.standard_normal((int(RANDOM.integers(1, 20)), inputs)).astype(np.float32)
+        x[0, :32] = 0
+        found.append((pack(given), dense, x, bits))
+    return found
+
+
+def test_products_are_those_of_the_weights_in_the_file() -> None:
+    """Of floats to rounding, and of bytes those of the rounded activations; rows are read back."""
+    program = find_program()
+    assert program is not None
+    for packed, dense, x, bits in random_cases():
+        np.testing.assert_allclose(
+            read_rows(program, packed, range(len(dense))), dense, rtol=1e-6, atol=1e-6
+        )
+        for rounds in (False, True):
+            given = rounded(x) if rounds and bits else x
+            expected = given.astype(np.float64) @ dense.T.astype(np.float64)
+            found = multiply(program, packed, x, rounds=rounds)
+            distance = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert distance < 1e-5, (bits, rounds)
+
+
+def test_all_instruction_sets_and_companies_give_the_same_bits() -> None:
+    """A row's products do not depend on the processor, on other rows, or on helping threads."""
+    for packed, _, x, bits in random_cases():
+        for rounds in (False, True):
+            every = {
+                name: multiply(program, packed, x, rounds=rounds)
+                for name, program in programs().items()
+            }
+            expected = every["portable"]
+            fastest = find_program()
+            assert fastest is not None
+            alone = [
+                multiply(fastest, packed, x[at : at + 1], rounds=rounds) for at in range(len(x))
+            ]
+            blas.use_spare_cores((0, 0))
+            every["helped"] = multiply(fastest, packed, x, rounds=rounds)
+            blas.use_spare_cores(())
+            for name, found in {**every, "alone": np.concatenate(alone)}.items():
+                assert np.array_equal(found, expected), (name, bits, rounds)
+
+
+def test_what_is_no_number_spreads_to_its_row_alone() -> None:
+    """NaN and infinite activations make their row's products NaN; NaN scales their channel's."""
+    given, _ = weights(20, 64, 4, 32, mx.float32)
+    for program in programs().values():
+        for bad in (np.nan, np.inf):
+            x = np.ones((3, 64), np.float32)
+            x[1, 5] = bad
+            found = multiply(program, pack(given), x, rounds=True)
+            assert np.isnan(found[1]).all()
+            assert np.isfinite(found[[0, 2]]).all()
+    assert given.scales is not None
+    scales = np.array(given.scales)
+    scales[7, 0] = np.nan
+    packed = pack(given._replace(scales=mx.array(scales)))
+    found = multiply(program, packed, np.ones((1, 64), np.float32), rounds=True)
+    assert np.flatnonzero(np.isnan(found[0])).tolist() == [7]
