@@ -30,7 +30,7 @@ from services.mlx.blas import cpu_kernels
 from services.mlx.plain_blocks import Unfit
 from services.mlx.rope import Angles, BranchRope, TableRope, Tables
 
-PIECE = 128
+_PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
 _MOST_PARTS = 64
 """Sequences of a pass: as in `c/pass.h`."""
@@ -137,7 +137,7 @@ class DecoderKernel:
         return mx.array(logits)
 
     def fill(self, tokens: mx.array, stores: Sequence[KVStore]) -> None:
-        """Keep keys and values of chains of any length, in passes of up to `PIECE` rows."""
+        """Keep keys and values of chains of any length, in passes of up to `_PIECE` rows."""
         row, at = self._check(tokens), 0
         frames = [store.frame for store in stores]
         for store in stores:
@@ -215,7 +215,7 @@ class DecoderKernel:
 def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     """Passes over so many rows of each sequence: which one, from which row on, and how many."""
     rows = ((index, row) for index, count in enumerate(counts) for row in range(count))
-    while piece := list(itertools.islice(rows, PIECE)):
+    while piece := list(itertools.islice(rows, _PIECE)):
         found = []
         for index, group in itertools.groupby(piece, lambda pair: pair[0]):
             numbers = [row for _, row in group]
