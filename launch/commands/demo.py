@@ -33,7 +33,8 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
         stack["prompt_cache_size"] = 0  # each prompt comes twice
     settings = settings_of(**stack)
     if not settings.model:
-        add_default(_silent)
+        with console.bytes_bar() as progress:
+            add_default(progress)
     report = console.process_line if verbose else console.report_trouble
     with (
         console.stderr().status("loading the models") as status,
@@ -50,9 +51,3 @@ def _one_of_each_kind() -> list[Prompt]:
     for prompt in read_prompts(own_prompts()):
         first.setdefault(prompt.category, prompt)
     return list(first.values())
-
-
-def _silent(sentence: str) -> None:
-    """Only what takes long is said."""
-    if sentence.startswith("fetching"):
-        console.stderr().print(sentence, markup=False)

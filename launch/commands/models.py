@@ -12,8 +12,10 @@ from rich.text import Text
 
 from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
 from launch.models.default_pair import DEFAULT, add_default
+from launch.models.gguf_models import converted, find_named, is_gguf
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
+from launch.models.registry import add_from_registry, read_registry
 from launch.models.weights import bytes_on_cpu
 from launch.settings.machine import compute_threads
 from launch.terminal import console
@@ -31,23 +33,33 @@ def command() -> None:
 
 @command.command("add")
 @click.argument("model")
-@click.option("--name", help="Of a folder: what --model will call it; else the folder's own name.")
+@click.option("--name", help="Of a folder or file: what --model will call it; else its own name.")
 def add(model: str, name: str | None) -> None:
-    """Set up the default pair, or give a model folder a name.
+    """Set up a model that we know, or give a folder or a GGUF file a name.
 
-    `default` is SmolLM2-135M-Instruct and its drafter; what is there already is kept. A folder
-    stays where it is.
+    `default` is SmolLM2-135M-Instruct and its drafter; `coder` and `coder-draft` are
+    Qwen2.5-Coder with 1.5B and 0.5B parameters, `gemma3-270m` is Gemma 3 270M. What is there
+    already is kept. A folder or a GGUF file stays where it is; a file is converted.
     """
-    if model == DEFAULT:
-        add_default(console.stderr().print)
+    known = read_registry()
+    if model == DEFAULT or model in known:
+        with console.bytes_bar() as report:
+            if model == DEFAULT:
+                add_default(report)
+            else:
+                add_from_registry(known[model], report)
+        licence = f"; licence: {known[model].licence}" if model in known else ""
+        console.note(f"--model {model} is ready{licence}")
         return
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
+    path = Path(model).expanduser()
+    file = path if is_gguf(path) else find_named(model)
+    if file is None and not path.is_dir():
         raise UsageError(
-            f"{model!r} is neither {DEFAULT!r} nor a model folder; "
-            "`ssd models pull OWNER/NAME` fetches a model from the hub"
+            f"{model!r} is neither {DEFAULT!r}, {', '.join(map(repr, known))}, nor a model folder "
+            "or a GGUF file; `ssd models pull OWNER/NAME` fetches a model from the hub"
         )
-    name = name or folder.resolve().name
+    name = name or (path.resolve().name if file is None else path.stem)
+    folder = converted(file) if file is not None else path
     add_folder(folder, name)
     console.note(f"--model {name} is now {folder.resolve()}")
 
@@ -70,7 +82,8 @@ def rm(name: str, *, yes: bool) -> None:
 def list_(*, as_json: bool) -> None:
     """List models on this machine and the pairs they make.
 
-    It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME). A pair
+    It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME), and into the
+    folders of LM Studio and Ollama (OLLAMA_MODELS), whose files stay as they are. A pair
     shares its tokenizer, and its drafter has at most half of the target's parameters.
     """
     models = list_models()

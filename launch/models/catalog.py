@@ -9,13 +9,23 @@ from typing import Any, Literal
 import msgspec
 
 from launch.models.default_pair import DEFAULT, default_target, require_default
+from launch.models.gguf_models import (
+    OLLAMA,
+    converted,
+    converted_folders,
+    find_named,
+    is_gguf,
+    list_ggufs,
+)
 from launch.models.weights import Weights, weights_of
 from launch.settings.paths import cache_dir
+from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError, UsageError
+from protocol.jobs.gguf import GGUFDescription
 
-Source = Literal["ssd", "hub", "folder"]
-"""Our own cache, the Hugging Face cache, or a folder that was named."""
+Source = Literal["ssd", "hub", "folder", "lmstudio", "ollama"]
+"""Our own cache, the Hugging Face cache, a folder that was named, or another program's files."""
 
 _HEAD_FILE = "draft_head.json"
 _NEEDED = ("config.json", "tokenizer.json")
@@ -27,12 +37,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """As --model and --draft-model take it."""
     folder: str
+    """Or the GGUF file."""
     source: Source
     disk_bytes: int
     architecture: str = ""
     parameters: int = 0
     quantization: str = ""
-    """Bits and group size; empty for weights that are not quantised."""
+    """Bits and group size, of GGUF its type; empty for weights that are not quantised."""
     context_length: int = 0
     """Tokens it can attend to; 0 if it does not say."""
     weight_bytes: int = 0
@@ -58,12 +69,14 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def list_models() -> list[Model]:
-    """All models in the caches, those of ours first."""
-    return [*_list_own(), *_list_hub()]
+    """All models in the caches, those of ours first, and those of LM Studio and Ollama."""
+    return [*_list_own(), *_list_hub(), *_list_ggufs()]
 
 
 def read(reference: str) -> Model:
-    """One model: a folder, `default`, or a name that is in a cache. Nothing is downloaded.
+    """One model: a folder, `default`, a GGUF file, or a name that is in a cache.
+
+    Nothing is downloaded; a GGUF file is converted if it has not been.
 
     Raises:
         UsageError: it is not on this machine.
@@ -72,7 +85,11 @@ def read(reference: str) -> Model:
     is_default = reference == DEFAULT
     folder = require_default(default_target()) if is_default else Path(reference).expanduser()
     found: Model | None
-    if folder.is_dir():
+    file = folder if is_gguf(folder) else find_named(reference)
+    if file is not None:
+        folder = converted(file)
+        found = _describe(reference, folder, "folder", _disk(folder))
+    elif folder.is_dir():
         found = _describe(str(folder), folder.resolve(), "folder", _disk(folder))
     else:
         found = next((model for model in list_models() if model.name == reference), None)
@@ -111,6 +128,8 @@ def add_folder(folder: Path, name: str) -> None:
 def remove(name: str) -> Path:
     """Remove a model from our cache, or only its name if its folder is elsewhere.
 
+    A converted GGUF file goes with its last name; the file itself stays.
+
     Returns:
         What was removed.
 
@@ -128,7 +147,11 @@ def remove(name: str) -> Path:
             "by `hf cache`"
         )
     if place.is_symlink():
+        folder = place.resolve()
         place.unlink()
+        others = [one.resolve() for one in place.parent.iterdir() if one.is_symlink()]
+        if folder.parent == converted_folders().resolve() and folder not in others:
+            shutil.rmtree(folder)
     else:
         shutil.rmtree(place)
     return place
@@ -170,6 +193,19 @@ def _list_hub() -> Iterator[Model]:
         latest = max(repository.revisions, key=lambda revision: revision.last_modified)
         folder = Path(latest.snapshot_path)
         yield _describe(repository.repo_id, folder, "hub", repository.size_on_disk)
+
+
+def _list_ggufs() -> Iterator[Model]:
+    files = list_ggufs()
+    if not files:
+        return
+    paths = [str(file.path) for file in files]
+    lines = run_module("list of GGUF files", "services.gguf.describe", *paths).splitlines()
+    for file, line in zip(files, lines, strict=True):
+        said = msgspec.to_builtins(msgspec.json.decode(line, type=GGUFDescription))
+        source: Source = "ollama" if file.name.startswith(OLLAMA) else "lmstudio"
+        size = file.path.stat().st_size
+        yield Model(name=file.name, folder=said.pop("path"), source=source, disk_bytes=size, **said)
 
 
 def _describe(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from launch.models.default_pair import DEFAULT, default_target, require_default
+from launch.models.gguf_models import converted, find_named, is_gguf
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
@@ -12,9 +13,9 @@ _LONGEST = 200
 
 
 def resolve(reference: str) -> Path:
-    """The folder of a model given as a path, a name in our cache, or a hub name (`owner/name`).
+    """The folder of a model: a folder, a GGUF file, a name in a cache, or a hub name.
 
-    A hub model is downloaded if needed.
+    A GGUF file is converted, and a hub model (`owner/name`) downloaded, if needed.
     """
     if reference == DEFAULT:
         return require_default(default_target())
@@ -22,11 +23,15 @@ def resolve(reference: str) -> Path:
     own = cache_dir() / "models" / reference
     if folder.is_dir() or ("/" not in reference and own.is_dir()):
         return (folder if folder.is_dir() else own).resolve()
+    if is_gguf(folder):
+        return converted(folder)
+    if (file := find_named(reference)) is not None:
+        return converted(file)
     if folder.exists():
-        raise ModelError(f"{reference!r} is a file; give a folder in mlx-lm's format")
+        raise ModelError(f"{reference!r} is neither a folder in mlx-lm's format nor a GGUF file")
     if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
         raise ModelError(
-            f"no model folder at {reference!r}; give a folder or a hub name (OWNER/NAME)"
+            f"no model at {reference!r}; give a folder, a GGUF file or a hub name (OWNER/NAME)"
         )
     return download(reference)
 

@@ -1,8 +1,12 @@
 """Terminal output: streamed text, coloured drafts, statistics, live process lines."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.status import Status
 from rich.text import Text as RichText
 
@@ -107,6 +111,22 @@ class PromptProgress:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+@contextlib.contextmanager
+def bytes_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show one progress bar on standard error.
+
+    Yields what moves it: what is being done, and how many bytes of how many (0: unknown).
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(description: str, done: int, total: int) -> None:
+            bar.update(task, description=description, completed=done, total=total or None)
+
+        yield report
 
 
 def note(sentence: str) -> None:

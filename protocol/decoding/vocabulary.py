@@ -38,6 +38,11 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(f"{str(path)!r} is not a tokenizer description ({error!r})") from error
+    return fingerprint_of(ids)
+
+
+def fingerprint_of(ids: dict[str, Token]) -> Vocabulary:
+    """The identity of a token -> id map."""
     digest = hashlib.sha256()
     for token, number in sorted(ids.items()):
         digest.update(f"{token}\0{number}\n".encode())

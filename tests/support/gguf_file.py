@@ -1,89 +1,117 @@
-"""Writes small GGUF files of Llama models, the way llama.cpp's converter does."""
+"""Writes small models as GGUF files, with the writer and the names of the library `gguf`."""
 
 import json
-import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.constants import MODEL_ARCH, TokenType
+from gguf.quants import quantize
 
-from tests.support.tiny_models import BOS, EOS, SPECIAL_TOKENS
+from tests.support.tiny_models import BOS, CONTEXT, EOS, SPECIAL_TOKENS
 
 Floats = npt.NDArray[np.float32]
-
-_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
-_ALIGNMENT = 32
-_BLOCK = 32
-
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8}
-
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.layers": "blk",
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
 }
-
-_CONTROL, _NORMAL = 3, 1
+_KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "rope_factor",
+    "rope.scaling.original_context_length": "rope_original",
+    "context_length": "max_position_embeddings",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 def write_gguf(
     path: Path,
-    metadata: dict[str, Any],
-    tensors: dict[str, Floats],
-    kind: str,
-    others: dict[str, str],
+    folder: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Floats] | None = None,
 ) -> None:
-    """Write a GGUF file, version 3; matrices in the given kind, vectors as F32.
+    """Write the model in `folder` as a GGUF file, its matrices in the given kind.
 
-    `others` names the kinds of matrices that have another one.
+    Args:
+        path: the file.
+        folder: an mlx-lm model of a family in `ARCHITECTURES`.
+        kind: one that the library can write.
+        metadata: instead of what the model says; None leaves a key out.
+        tensors: more of them, under GGUF's names.
     """
-    head, data = b"", b""
-    for name, value in tensors.items():
-        stored = others.get(name, kind) if value.ndim == 2 else "F32"
-        blob = _encoded(value, stored)
-        shape = struct.pack(f"<I{value.ndim}Q", value.ndim, *reversed(value.shape))
-        head += _string(name) + shape + struct.pack("<IQ", TYPES[stored], len(data))
-        data += blob + b"\0" * (-len(blob) % _ALIGNMENT)
-    counts = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
-    head = counts + b"".join(_string(key) + _value(v) for key, v in metadata.items()) + head
-    path.write_bytes(head + b"\0" * (-len(head) % _ALIGNMENT) + data)
+    said = {**metadata_of(folder), **(metadata or {})}
+    writer = GGUFWriter(path, str(said.pop("general.architecture")))
+    for key, value in said.items():
+        if value is not None:
+            _add(writer, key, value)
+    for name, value in {**tensors_of(folder), **(tensors or {})}.items():
+        if value.ndim < 2 or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def metadata_of(folder: Path, *, split: str) -> dict[str, Any]:
-    """What a GGUF file says of the Llama model in `folder`."""
+def metadata_of(folder: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file for the model in `folder`."""
     config = json.loads((folder / "config.json").read_text())
-    described = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
-    types = [_CONTROL if token in SPECIAL_TOKENS else _NORMAL for token in tokens]
+    name = {
+        "mixtral": "llama",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+        "gemma3_text": "gemma3",
+    }
+    architecture = name.get(config["model_type"], config["model_type"])
+    if "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") in {"linear", "yarn"}:
+        config["rope_type"], config["rope_factor"] = scaling["rope_type"], scaling["factor"]
+        config["rope_original"] = scaling.get("original_max_position_embeddings", CONTEXT)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
+    types = [TokenType.CONTROL if t in SPECIAL_TOKENS else TokenType.NORMAL for t in tokens]
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     return {
-        "general.architecture": "llama",
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "llama.context_length": config["max_position_embeddings"],
+        "general.architecture": architecture,
+        **{f"{architecture}.{k}": config[v] for k, v in _KEYS.items() if v in config},
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": split,
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in described["merges"]],
+        "tokenizer.ggml.token_type": [int(kind) for kind in types],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["merges"]],
         "tokenizer.ggml.bos_token_id": BOS,
         "tokenizer.ggml.eos_token_id": EOS,
         "tokenizer.chat_template": template,
@@ -91,86 +119,49 @@ def metadata_of(folder: Path, *, split: str) -> dict[str, Any]:
 
 
 def tensors_of(folder: Path) -> dict[str, Floats]:
-    """The weights of the Llama model in `folder` under GGUF's names, q and k in its order."""
+    """The weights of the model in `folder` under GGUF's names, in llama.cpp's order of rows."""
     config = json.loads((folder / "config.json").read_text())
+    names = get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     loaded: Any = mx.load(str(folder / "model.safetensors"))
     tensors: dict[str, Floats] = {}
-    for name, value in loaded.items():
-        for ours, theirs in _NAMES.items():
-            name = name.replace(ours, theirs)  # noqa: PLW2901  # one part after the other
-        rows = np.array(value)
-        part = name.split(".")[-2]
-        tensors[name] = _interleaved(rows, heads[part]) if part in heads else rows
+    for key, value in loaded.items():
+        layer, _, leaf = key.rpartition(".")
+        name = names.get_name(_published(layer))
+        assert name is not None, key
+        rows = np.array(value, np.float32)
+        part = name.split(".")[-1]
+        if config["model_type"] in {"llama", "mixtral"} and part in heads:
+            rows = _interleaved(rows, heads[part])
+        if "gemma" in config["model_type"] and name.endswith("norm"):
+            rows = rows + np.float32(1.0)
+        tensors[f"{name}.{leaf}"] = rows
     return tensors
 
 
+def _published(layer: str) -> str:
+    """The name that the library knows; mlx-lm has its own for stacked experts."""
+    if "block_sparse_moe.switch_mlp" in layer:
+        for ours, theirs in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
+            layer = layer.replace(ours, theirs)
+    return layer.replace("switch_mlp", "experts")
+
+
 def _interleaved(rows: Floats, heads: int) -> Floats:
-    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    """The order for RoPE over neighbouring pairs, in which llama.cpp has the rows of a head."""
     split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows.shape))
 
 
-def rounded(values: Floats, kind: str) -> Floats:
-    """The values as they come back out of a block format."""
-    if kind in ("F32", "F16"):
-        return values.astype(np.float16 if kind == "F16" else np.float32).astype(np.float32)
-    scale, low, steps = _blocks(values, kind)
-    if kind == "Q4_0":
-        low = -8 * scale
-    found: Floats = (steps * scale + low).astype(np.float32).reshape(values.shape)
-    return found
-
-
-def _blocks(values: Floats, kind: str) -> tuple[Any, Any, Any]:
-    """Scale and minimum (float16 values), and integer steps, per block of 32."""
-    blocks = values.reshape(-1, _BLOCK).astype(np.float64)
-    largest = np.abs(blocks).max(axis=1, keepdims=True)
-    if kind == "Q8_0":
-        scale = (largest / 127).astype(np.float16).astype(np.float64)
-        return scale, 0.0, np.clip(np.round(blocks / scale), -128, 127)
-    if kind == "Q4_0":
-        scale = (largest / 7).astype(np.float16).astype(np.float64)
-        return scale, 0.0, np.clip(np.round(blocks / scale) + 8, 0, 15)
-    low = blocks.min(axis=1, keepdims=True)
-    scale = ((blocks.max(axis=1, keepdims=True) - low) / 15).astype(np.float16).astype(np.float64)
-    low = low.astype(np.float16).astype(np.float64)
-    return scale, low, np.clip(np.round((blocks - low) / scale), 0, 15)
-
-
-def _encoded(values: Floats, kind: str) -> bytes:
-    if kind == "F32":
-        return values.astype("<f4").tobytes()
-    if kind == "F16":
-        return values.astype("<f2").tobytes()
-    scale, low, steps = _blocks(values, kind)
-    parts = [scale.astype("<f2").view(np.uint8)]
-    if kind == "Q8_0":
-        parts.append(steps.astype(np.int8).view(np.uint8))
-    else:
-        if kind == "Q4_1":
-            parts.append(low.astype("<f2").view(np.uint8))
-        nibbles = steps.astype(np.uint8)
-        parts.append(nibbles[:, :16] | (nibbles[:, 16:] << 4))
-    return np.concatenate(parts, axis=1).tobytes()
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     match value:
         case str():
-            return struct.pack("<I", _STRING) + _string(value)
+            writer.add_string(key, value)
+        case bool():
+            writer.add_bool(key, value)
         case int():
-            return struct.pack("<II", _UINT32, value)
+            writer.add_uint32(key, value)
         case float():
-            return struct.pack("<If", _FLOAT32, value)
-        case [str(), *_]:
-            head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
-            return head + b"".join(_string(item) for item in value)
+            writer.add_float32(key, value)
         case _:
-            head = struct.pack("<IIQ", _ARRAY, _INT32, len(value))
-            return head + np.array(value, "<i4").tobytes()
+            writer.add_array(key, value)

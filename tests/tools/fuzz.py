@@ -31,11 +31,11 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     from services.gateway.dialects.messages import MessagesRequest
     from services.gateway.dialects.responses import ResponsesRequest
     from services.gateway.errors import ApiError
+    from services.gguf import convert as gguf
     from services.mlx import loader
-    from services.tools import gguf
 
 from tests.protocol.test_fuzz import BODIES, GATEWAY, PLANNER, READERS
-from tests.support.gguf_file import metadata_of, tensors_of, write_gguf
+from tests.support.gguf_file import write_gguf
 from tests.support.reference import tiny_folder
 
 _WORDS = [
@@ -189,7 +189,7 @@ def seeds(target: str) -> list[bytes]:
     source = tiny_folder("llama")
     if target == "gguf":
         path = FOLDER / "seed.gguf"
-        write_gguf(path, metadata_of(source, split="gpt-2"), tensors_of(source), "F32", {})
+        write_gguf(path, source)
         return [path.read_bytes()]
     if target == "safetensors":
         return [(source / "model.safetensors").read_bytes()]

