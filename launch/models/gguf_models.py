@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.settings.paths import cache_dir
+from launch.settings.paths import cache_dir, ollama_dirs
 from launch.terminal import console
 from launch.workers.worker import run_module
 from protocol.errors import ModelError, SsdError, UsageError
@@ -122,10 +121,7 @@ def _lm_studio() -> Iterator[Found]:
 
 
 def _ollama() -> Iterator[Found]:
-    chosen = os.environ.get("OLLAMA_MODELS")
-    service = Path("/usr/share/ollama/.ollama/models")
-    bases = [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", service]
-    for base in bases:
+    for base in ollama_dirs():
         # Registry, namespace, model and tag.
         for manifest in sorted(base.glob("manifests/*/*/*/*")):
             blob = _blob_of(manifest, base)

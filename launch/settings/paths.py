@@ -21,3 +21,10 @@ def keys_dir() -> Path:
     """Folder of our keys and of those that we trust: SSD_KEYS_DIR, or ~/.config/ssd/keys."""
     chosen = os.environ.get("SSD_KEYS_DIR")
     return Path(chosen) if chosen else Path.home() / ".config" / "ssd" / "keys"
+
+
+def ollama_dirs() -> list[Path]:
+    """Folders where Ollama keeps models: OLLAMA_MODELS, or the user's and its service's."""
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        return [Path(chosen)]
+    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
