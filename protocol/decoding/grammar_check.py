@@ -21,8 +21,8 @@ from protocol.transport.pipes import READ_BYTES, readable, write_all
 
 _log = logging.getLogger(__name__)
 
-_START_S = 30.0
-"""For the process to start, libraries and tokenizer included."""
+_START_S = 120.0
+"""For the process to start: libraries, and a tokenizer of any size on a busy machine."""
 _LONGEST_S = 15.0
 """For one grammar, however little of a processor the process is given."""
 _WRITE_S = 5.0

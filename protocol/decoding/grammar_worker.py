@@ -44,12 +44,13 @@ def find_grammar_error(grammar: str, folder: Path | None) -> str:
             is checked.
     """
     try:
+        if folder is not None:
+            _load_tokenizer(folder)
         started = time.process_time()
         check_grammar(grammar)
+        validated = time.process_time() - started
         if folder is None:
             return ""
-        _load_tokenizer(folder)
-        validated = time.process_time() - started
         started = time.process_time()
         begun = Grammar.start(grammar, folder, [_ANY_STOP])
         compiled = max(validated, time.process_time() - started)

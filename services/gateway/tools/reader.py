@@ -2,8 +2,9 @@
 
 A call stands between the marks of the model's `ToolFormat`. Between <tool_call> and
 </tool_call> it is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers.
-Or the whole answer is one JSON object that names a tool (Llama 3). What looks like a call but
-cannot be read as one stays text: nothing that the model wrote is lost.
+Or the whole answer is one JSON object that names a tool (Llama 3), or a block of JSON code holds
+such objects (Qwen2.5-Coder). What looks like a call but cannot be read as one stays text: nothing
+that the model wrote is lost.
 """
 
 import json
@@ -21,6 +22,10 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _WHOLE_JSON = ("{", "<|python_tag|>")
 """How an answer begins that may be one call and nothing else."""
+_CODE = re.compile(r"```json\s*(?=[\[{])|```(?:j(?:s(?:o(?:n\s*)?)?)?)?\Z|`{1,2}\Z")
+"""The start of a block of code that may hold calls; at the text's end, as far as it has come."""
+_CODE_END = "\n```"
+"""No string of JSON has a line break, so none has this."""
 _JSON_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 _JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 
@@ -44,6 +49,8 @@ class ToolReader:
         self._form = form or ToolFormat()
         self._held = ""
         self._inside = False
+        self._start_mark = self._end_mark = ""
+        """Of the call that is read."""
         self._begun = not bare_calls
         """Whether the answer's first visible characters are known."""
         self._whole = False
@@ -57,22 +64,42 @@ class ToolReader:
         if self._whole:
             return []
         found: list[Found] = []
-        while mark := self._form.end if self._inside else self._form.start:
-            before, separator, after = self._held.partition(mark)
-            if not separator:
-                break
-            self._held = after
-            if self._inside:
-                found += self._parse(before) or [self._form.start + before + mark]
-            elif before:
-                found.append(before)
-            self._inside = not self._inside
-        if not self._inside:
-            certain = len(self._held) - overlap(self._held, self._form.start)
-            if certain:
-                found.append(self._held[:certain])
-            self._held = self._held[certain:]
-        return found
+        while (step := self._inside_call() if self._inside else self._before_call()) is not None:
+            found += step
+        return [part for part in found if part]
+
+    def _inside_call(self) -> list[Found] | None:
+        """The calls up to the end mark; None if it has not come."""
+        if not self._end_mark:
+            return None
+        text, separator, after = self._held.partition(self._end_mark)
+        if not separator:
+            return None
+        self._held, self._inside = after, False
+        return list(self._parse(text)) or [self._start_mark + text + separator]
+
+    def _before_call(self) -> list[Found] | None:
+        """The text up to a start mark, or up to what may become one; None if there is no more."""
+        place = self._held.find(self._form.start)
+        code = _CODE.search(self._held)
+        if code is not None and not 0 <= place < code.start():
+            before, self._held = self._held[: code.start()], self._held[code.start() :]
+            if code[0] == self._held:  # what follows decides
+                return [before] if before else None
+            return [before, *self._enter(code[0], _CODE_END)]
+        if place >= 0:
+            before, self._held = self._held[:place], self._held[place:]
+            return [before, *self._enter(self._form.start, self._form.end)]
+        kept = overlap(self._held, self._form.start)
+        certain = len(self._held) - kept
+        before, self._held = self._held[:certain], self._held[certain:]
+        return [before] if before else None
+
+    def _enter(self, start: str, end: str) -> list[Found]:
+        """Read on within a call, behind its start mark."""
+        self._held = self._held[len(start) :]
+        self._start_mark, self._end_mark, self._inside = start, end, True
+        return []
 
     def end(self, *, cut_off: bool = False) -> list[Found]:
         """What was held back, once no more text comes; `cut_off`: by a limit, not by the model."""
@@ -84,7 +111,7 @@ class ToolReader:
             return list(calls)
         if cut_off and (call := self._read_partial(held)):
             return [call]
-        return [(self._form.start if self._inside else "") + held]
+        return [(self._start_mark if self._inside else "") + held]
 
     def _begin(self) -> bool:
         """Decide whether the answer may be one JSON object; False while that is open."""
@@ -99,7 +126,9 @@ class ToolReader:
         """The calls in this text; none unless all of it is calls of known tools."""
         if whole:
             text = text.lstrip().removeprefix("<|python_tag|>")
-        if self._form.parse is not None and not whole:
+        if not whole and self._end_mark == _CODE_END:
+            found = _read_code(text)
+        elif self._form.parse is not None and not whole:
             start = self._form.start if self._form.has_inner_name else ""
             found = self._run_parser(self._form.parse, start + text)
         elif text.lstrip().startswith("{"):
@@ -148,6 +177,24 @@ def _read_json(text: str) -> list[tuple[str, Any]]:
         return []
     arguments = value.get("arguments", value.get("parameters", {}))
     return [(str(value.get("name")), arguments)]
+
+
+def _read_code(text: str) -> list[tuple[str, Any]]:
+    """The calls of a block of code: objects, or lists of objects, one after the other."""
+    decoder, calls, text = json.JSONDecoder(), [], text.removesuffix("```").strip()
+    while text:
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        calls += value if isinstance(value, list) else [value]
+        text = text[end:].lstrip()
+    found = []
+    for call in calls:
+        if not isinstance(call, dict) or not {"arguments", "parameters"} & call.keys():
+            return []
+        found.append((str(call.get("name")), call.get("arguments", call.get("parameters"))))
+    return found
 
 
 def _make_call(name: str, arguments: Any) -> ParsedCall:

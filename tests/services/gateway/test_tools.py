@@ -43,6 +43,11 @@ XML = (
     "<tool_call>\n<function=find>\n<parameter=what>\n12\n</parameter>\n"
     "<parameter=many>\n3\n</parameter>\n</function>\n</tool_call>"
 )
+CODED = '{\n  "name": "find",\n  "arguments": {"what": "a < b", "many": 2}\n}'
+OTHER_CODE = (
+    '```python\nx = {}\n```\nthen ```json\n{"name": "find"}\n``` or ```js\n{}\n```\n'
+    "```json\n[1, 2]\n```"
+)
 FOUND = {"what": "a < b", "many": 2}
 DEEP = f'<tool_call>{{"name": "stop", "arguments": {"[" * 100_000}</tool_call>'
 CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
@@ -52,6 +57,16 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "two": (f"{HERMES}\n{HERMES}", "\n", [("find", FOUND), ("find", FOUND)]),
     "xml": (XML, "", [("find", {"what": "12", "many": 3})]),
     "cut off": (HERMES.removesuffix("</tool_call>"), "", [("find", FOUND)]),
+    "code": (f"I look.\n```json\n{CODED}\n```\nDone", "I look.\n\nDone", [("find", FOUND)]),
+    "code, two": (f"```json\n{CODED}\n{CODED}\n```", "", [("find", FOUND)] * 2),
+    "code, list": (f"```json\n[{CODED}, {CODED}]\n```", "", [("find", FOUND)] * 2),
+    "code, cut off": (f"```json\n{CODED}", "", [("find", FOUND)]),
+    "code, fence within": (
+        '```json\n{"name": "stop", "arguments": {"a": "```"}}\n```',
+        "",
+        [("stop", {"a": "```"})],
+    ),
+    "code, other": (OTHER_CODE, OTHER_CODE, []),
     "llama": ('{"name": "stop", "parameters": {}}', "", [("stop", {})]),
     "json": ('{"colour": "red"}', '{"colour": "red"}', []),
     "unknown": (
