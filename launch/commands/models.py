@@ -12,7 +12,7 @@ from rich.text import Text
 
 from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
 from launch.models.default_pair import DEFAULT, add_default
-from launch.models.gguf_models import converted, find_named, is_gguf
+from launch.models.gguf_models import convert_once, find_named, is_gguf
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.models.registry import add_from_registry, read_registry
@@ -59,7 +59,7 @@ def add(model: str, name: str | None) -> None:
             "or a GGUF file; `ssd models pull OWNER/NAME` fetches a model from the hub"
         )
     name = name or (path.resolve().name if file is None else path.stem)
-    folder = converted(file) if file is not None else path
+    folder = convert_once(file) if file is not None else path
     add_folder(folder, name)
     console.note(f"--model {name} is now {folder.resolve()}")
 

@@ -11,8 +11,8 @@ import msgspec
 from launch.models.default_pair import DEFAULT, default_target, require_default
 from launch.models.gguf_models import (
     OLLAMA,
-    converted,
-    converted_folders,
+    conversions_dir,
+    convert_once,
     find_named,
     is_gguf,
     list_ggufs,
@@ -87,7 +87,7 @@ def read(reference: str) -> Model:
     found: Model | None
     file = folder if is_gguf(folder) else find_named(reference)
     if file is not None:
-        folder = converted(file)
+        folder = convert_once(file)
         found = _describe(reference, folder, "folder", _disk(folder))
     elif folder.is_dir():
         found = _describe(str(folder), folder.resolve(), "folder", _disk(folder))
@@ -150,7 +150,7 @@ def remove(name: str) -> Path:
         folder = place.resolve()
         place.unlink()
         others = [one.resolve() for one in place.parent.iterdir() if one.is_symlink()]
-        if folder.parent == converted_folders().resolve() and folder not in others:
+        if folder.parent == conversions_dir().resolve() and folder not in others:
             shutil.rmtree(folder)
     else:
         shutil.rmtree(place)

@@ -35,20 +35,20 @@ class Found(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file says that it is GGUF, by its name or its first bytes."""
+    """Tell if a file claims to be GGUF, by its name or its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         return path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC
 
 
-def converted(source: Path) -> Path:
+def convert_once(source: Path) -> Path:
     """The mlx-lm folder of a GGUF file, converted the first time that it is asked for.
 
     Raises:
         ModelError: the file is damaged or of a kind that cannot be converted, or the disk is full.
     """
-    folder = converted_folders() / _fingerprint(source)
+    folder = conversions_dir() / _fingerprint(source)
     if not (folder / "model.safetensors").is_file():
         check_space(folder.parent, round(_CONVERTED_SIZE * source.stat().st_size))
         console.note(f"converting {source.name}, once; it is kept in {folder.parent}")
@@ -56,7 +56,7 @@ def converted(source: Path) -> Path:
     return folder
 
 
-def converted_folders() -> Path:
+def conversions_dir() -> Path:
     """Where converted files are kept, by their content."""
     return cache_dir() / "gguf"
 

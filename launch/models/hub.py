@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launch.models.default_pair import DEFAULT, default_target, require_default
-from launch.models.gguf_models import converted, find_named, is_gguf
+from launch.models.gguf_models import convert_once, find_named, is_gguf
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
@@ -24,9 +24,9 @@ def resolve(reference: str) -> Path:
     if folder.is_dir() or ("/" not in reference and own.is_dir()):
         return (folder if folder.is_dir() else own).resolve()
     if is_gguf(folder):
-        return converted(folder)
+        return convert_once(folder)
     if (file := find_named(reference)) is not None:
-        return converted(file)
+        return convert_once(file)
     if folder.exists():
         raise ModelError(f"{reference!r} is neither a folder in mlx-lm's format nor a GGUF file")
     if reference.startswith((".", "/", "~")) or reference.count("/") != 1:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, for lists of models."""
+"""The description of a GGUF file, for lists of models."""
 
 import msgspec
 

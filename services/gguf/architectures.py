@@ -142,7 +142,7 @@ def config_of(file: GGUFFile, family: Family) -> Config:
         "head_dim": size,
         "intermediate_size": _number(file, "feed_forward_length"),
         "rms_norm_eps": float(
-            file.required(f"{file.architecture}.attention.layer_norm_rms_epsilon")
+            file.require(f"{file.architecture}.attention.layer_norm_rms_epsilon")
         ),
         "rope_theta": float(_of(file, "rope.freq_base", 10000.0)),
         "max_position_embeddings": _number(file, "context_length"),
@@ -163,7 +163,7 @@ def _of(file: GGUFFile, key: str, default: Any) -> Any:
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
     """A positive whole number; of a list, its one value."""
     name = f"{file.architecture}.{key}"
-    value = file.required(name) if default is None else file.value(name, default)
+    value = file.require(name) if default is None else file.value(name, default)
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
         raise ModelError(f"{name} in {str(file.path)!r} differs from layer to layer")

@@ -22,7 +22,7 @@ GROUP_SIZE = 32
 NEAREST_BITS = 8
 
 
-class Packed(NamedTuple):
+class AffineRows(NamedTuple):
     """Rows of weights in MLX's affine form."""
 
     codes: Bytes
@@ -43,7 +43,7 @@ class Deviation(NamedTuple):
     """Sum of the squared weights."""
 
 
-def pack(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[Packed, Deviation]:
+def pack(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[AffineRows, Deviation]:
     """Rows of blocks in the affine form of `bits_of(kind)` bits.
 
     Args:
@@ -55,7 +55,7 @@ def pack(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[Packed, Deviation]:
         return _nearest(blocks, kind)
     rows = len(blocks)
     codes, scales, biases = exact[1](blocks.reshape(-1, GGML_QUANT_SIZES[kind][1]))
-    packed = Packed(
+    packed = AffineRows(
         codes.reshape(rows, -1),
         scales.astype(np.float32).reshape(rows, -1),
         biases.astype(np.float32).reshape(rows, -1),
@@ -69,11 +69,11 @@ def bits_of(kind: GGMLQuantizationType) -> int:
 
 
 def is_exact(kind: GGMLQuantizationType) -> bool:
-    """Whether every weight comes out as it is in the file."""
+    """Tell if every weight comes out as it is in the file."""
     return kind in _EXACT
 
 
-def _nearest(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[Packed, Deviation]:
+def _nearest(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[AffineRows, Deviation]:
     """Round to 256 steps between the least and the largest weight of each group."""
     weights = dequantize(blocks, kind)
     groups = weights.reshape(len(blocks), -1, GROUP_SIZE)
@@ -89,7 +89,7 @@ def _nearest(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[Packed, Deviati
         float(np.square(off, dtype=np.float64).sum()),
         float(np.square(groups, dtype=np.float64).sum()),
     )
-    return Packed(codes.astype(np.uint8).reshape(len(blocks), -1), scales, biases), deviation
+    return AffineRows(codes.astype(np.uint8).reshape(len(blocks), -1), scales, biases), deviation
 
 
 def _half(values: Floats) -> Floats:

@@ -51,7 +51,7 @@ class GGUFFile(GGUFReader):
         self._check_tensors()
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What the metadata says under `key`: a number, a text or a list."""
+        """Return the metadata under `key`: a number, a text or a list."""
         field = self.fields.get(key)
         if field is None:
             return default
@@ -60,8 +60,8 @@ class GGUFFile(GGUFReader):
         except UnicodeDecodeError as error:
             raise ModelError(f"{key} in {str(self.path)!r} is not UTF-8: {error}") from error
 
-    def required(self, key: str) -> Any:
-        """What the metadata says under `key`; raises ModelError if it says nothing."""
+    def require(self, key: str) -> Any:
+        """Return the metadata under `key`; raises ModelError if there is none."""
         found = self.value(key)
         if found is None:
             raise ModelError(f"{str(self.path)!r} lacks the metadata {key!r}")

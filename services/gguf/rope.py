@@ -38,7 +38,7 @@ def rope_scaling(
     if kind == "linear":
         return {"type": "linear", "rope_type": "linear", "factor": float(factor)}
     if kind == "yarn":
-        original = file.required(prefix + "original_context_length")
+        original = file.require(prefix + "original_context_length")
         return {
             "type": "yarn",
             "rope_type": "yarn",

@@ -128,7 +128,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> list[int]:
 
 def tokens_of(file: GGUFFile) -> Tokens:
     """The tokens of a file; raises ModelError if its lists do not fit each other."""
-    texts = file.required("tokenizer.ggml.tokens")
+    texts = file.require("tokenizer.ggml.tokens")
     types = file.value("tokenizer.ggml.token_type")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts[:1]):
         raise ModelError(f"tokenizer.ggml.tokens in {str(file.path)!r} is not a list of texts")
@@ -164,7 +164,7 @@ def _byte_level(file: GGUFFile, tokens: Tokens) -> tuple[Any, bool]:
             f"are {known}"
         )
     merges = []
-    for merge in file.required("tokenizer.ggml.merges"):
+    for merge in file.require("tokenizer.ggml.merges"):
         left, _, right = str(merge).partition(" ")
         merges.append((left, right))
     model = models.BPE(vocabulary_of(tokens), merges, ignore_merges=split.whole_words)
@@ -183,7 +183,7 @@ def _sentence_piece(file: GGUFFile, tokens: Tokens) -> tuple[Any, bool]:
 
     Texts begin with the BOS token if the file does not say otherwise.
     """
-    scores = file.required("tokenizer.ggml.scores")
+    scores = file.require("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens.texts):
         raise ModelError(f"{str(file.path)!r} has not as many scores as tokens")
     vocabulary = vocabulary_of(tokens)

@@ -79,7 +79,7 @@ class ToolReader:
         return list(self._parse(text)) or [self._start_mark + text + separator]
 
     def _before_call(self) -> list[Found] | None:
-        """The text up to a start mark, or up to what may become one; None if there is no more."""
+        """Release the text before a start mark and enter the call; None until more text comes."""
         place = self._held.find(self._form.start)
         code = _CODE.search(self._held)
         if code is not None and not 0 <= place < code.start():
