@@ -90,7 +90,7 @@ def _check_layers(file: GGUFFile, plans: Iterable[Plan], config: Config) -> None
 
 
 def _quantization(bits: dict[str, int]) -> dict[str, Any]:
-    """What mlx-lm reads: the commonest width for all, and each layer that has another."""
+    """Write the commonest width for all layers, and each layer that has another."""
     common = Counter(bits.values()).most_common(1)[0][0]
     others = {
         layer: {"group_size": GROUP_SIZE, "bits": width}
