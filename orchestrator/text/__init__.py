@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, stop strings."""
+"""Conversion between text and tokens: tokenizer, chat template, stop strings."""

@@ -1,9 +1,9 @@
-"""From tokens back to text, token by token, in whole characters.
+"""Incremental detokenisation: from tokens to text, in whole characters.
 
-A token stands for bytes, and a character's bytes may be spread over several tokens or be no
-character at all. So the bytes of byte-level and of SentencePiece vocabularies are put
-together here and read as UTF-8; what is no UTF-8 becomes U+FFFD. Other vocabularies are
-decoded by the library, over a window of the latest tokens.
+A token stands for bytes, and the bytes of a character may be spread over several tokens or form no
+valid character. The bytes of byte-level and SentencePiece vocabularies are therefore concatenated
+here and decoded as UTF-8; invalid UTF-8 becomes U+FFFD. Other vocabularies are decoded by the
+library, over a window of the latest tokens.
 """
 
 import codecs
@@ -17,11 +17,11 @@ from protocol.messages import ShownToken, Tokens
 _INVALID = "\ufffd"
 _SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip"}
 _LONGEST_CHARACTER = 16
-"""Tokens that may be withheld in the hope that they become a character."""
+"""Tokens that may be withheld until they complete a character."""
 
 
 class Detokenizer:
-    """What is known of one model's tokens; shared by all answers."""
+    """The vocabulary of one model as bytes; shared by all answers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class Detokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def stream(self, *, shows_special: bool, hidden: frozenset[int]) -> "TextStream":
-        """The text of a new answer.
+        """Create the text stream of a new answer.
 
         Args:
             shows_special: special tokens are text too.
@@ -44,31 +44,31 @@ class Detokenizer:
         return TextStream(self, _ByteDecoder(self, self._leading_spaces), skipped)
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for; nothing for a number without an entry in the vocabulary."""
-        known = self._bytes.get(token)
-        if known is None:
+        """Return the bytes that a token stands for; empty for an id without a vocabulary entry."""
+        data = self._bytes.get(token)
+        if data is None:
             entry = self._tokenizer.id_to_token(token) or ""
-            known = token_bytes(entry, byte_level=self._byte_level)
-            self._bytes[token] = known
-        return known
+            data = token_bytes(entry, byte_level=self._byte_level)
+            self._bytes[token] = data
+        return data
 
 
 class _Decoder(Protocol):
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes."""
         ...
 
     def end(self) -> str:
-        """The text of what is still incomplete when no more tokens come."""
+        """Return the text of the incomplete bytes at the end of the answer."""
         ...
 
     def bytes_of(self, token: int, text: str) -> bytes:
-        """The bytes of the token that was pushed last, which completed this text."""
+        """Return the bytes of the last pushed token, which completed `text`."""
         ...
 
 
 class TextStream:
-    """The text of one answer, as soon as it is certain."""
+    """The text of one answer, streamed as soon as it is certain."""
 
     def __init__(
         self, detokenizer: Detokenizer, decoder: _Decoder, skipped: frozenset[int]
@@ -78,22 +78,22 @@ class TextStream:
         self._skipped = skipped
 
     def push(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Return the text that this token completes, possibly none."""
         return "" if token in self._skipped else self._decoder.push(token)
 
     def end(self) -> str:
-        """The text of bytes that no further token completes: U+FFFD, as OpenAI has it."""
+        """Return the remaining incomplete bytes as U+FFFD, as OpenAI does."""
         return self._decoder.end()
 
     def describe(self, token: int, logprob: float) -> ShownToken:
-        """A token by itself."""
+        """Describe a token by itself."""
         data = self._detokenizer.bytes_of(token)
         return ShownToken(data.decode(errors="replace"), list(data), logprob)
 
     def describe_pushed(self, token: int, text: str, logprob: float) -> ShownToken:
-        """The token that was pushed last, as a part of the text; `text` is what it completed.
+        """Describe the last pushed token as a part of the text; `text` is what it completed.
 
-        The bytes of all tokens, one after the other, are those of the answer's text.
+        The concatenated bytes of all tokens are the bytes of the answer's text.
         """
         data = b"" if token in self._skipped else self._decoder.bytes_of(token, text)
         return ShownToken(text, list(data), logprob)
@@ -103,10 +103,10 @@ class _ByteDecoder:
     def __init__(self, detokenizer: Detokenizer, leading_spaces: int) -> None:
         self._detokenizer = detokenizer
         self._leading_spaces = leading_spaces
-        """Spaces at the beginning of the text that are not part of it."""
+        """Spaces to remove from the beginning of the text."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._removed = 0
-        """Spaces of the last token that are not part of the text."""
+        """Spaces that were removed from the last token."""
 
     def push(self, token: int) -> str:
         text = self._utf8.decode(self._detokenizer.bytes_of(token))
@@ -125,7 +125,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Decodes the latest tokens together, since their text may depend on their neighbours."""
+    """Decodes the latest tokens together, since a token's text may depend on its neighbours."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -159,7 +159,7 @@ class _WindowDecoder:
 
 
 def _kind_of(tokenizer: Any) -> tuple[Literal["byte_level", "sentencepiece", "window"], int]:
-    """How the vocabulary is spelt, and how many leading spaces its decoder removes."""
+    """Return the vocabulary's encoding and the number of leading spaces its decoder strips."""
     if tokenizer.decoder is None:
         return "window", 0
     parts = list(_flatten(json.loads(tokenizer.decoder.__getstate__())))

@@ -1,16 +1,16 @@
-"""Tokenises prompts: short ones at once, long ones in a worker process with a deadline.
+"""Prompt tokenisation: short prompts inline, long ones in a worker process with a deadline.
 
-A short prompt that a chat template makes much of, or takes long for, goes to the worker too, and
-so do all conversations that follow it.
+A short prompt goes to the worker too if its chat template expands it a lot or renders slowly; all
+later conversations follow it there.
 
-Very long prompts have a worker of their own, so that others wait for none of them, and for both
-workers short prompts go before longer ones that came a little earlier.
+Very long prompts have a separate worker, so that they never block others. Both workers process
+short prompts before longer ones that arrived slightly earlier.
 
-A request with a grammar waits until that has been checked, in a process with a deadline too,
-but not for ever, if others send many that take long.
+A request with a grammar waits until the grammar has been checked, also in a process with a
+deadline. That wait is bounded even if other clients send many slow grammars.
 
-A prompt is tokenised once, however many choices are asked for: results are kept for a
-while, and whoever asks for a prompt that is in work waits for the same result.
+A prompt is tokenised once, whatever its number of choices: results are cached for a while, and
+identical prompts in progress share one result.
 """
 
 import contextlib
@@ -42,45 +42,45 @@ from protocol.transport.codec import encode
 _log = logging.getLogger(__name__)
 
 INLINE_BYTES = 8192
-"""Longest prompt that is tokenised at once: at worst some ten milliseconds."""
+"""Longest prompt that is tokenised inline; it takes some ten milliseconds at worst."""
 _INLINE_S = 0.05
-"""What a template may take for such a prompt; usually it is a millisecond."""
+"""Time limit of a template for such a prompt; it usually takes a millisecond."""
 _INLINE_CHARACTERS = 8 * INLINE_BYTES
 _INLINE_MEMORY = 512 << 20
 _VERY_LONG_BYTES = 16 * INLINE_BYTES
-"""From here on, prompts have a worker of their own: some take it seconds."""
+"""Prompts from this size on go to a separate worker: some take it seconds."""
 _YIELD_S = 1e-5
-"""For how long a prompt lets shorter ones go first, per byte: a few times what it takes."""
+"""Time per byte that a prompt yields to shorter ones: a few times its tokenisation time."""
 _KEPT_BYTES = 512
-"""Shortest prompt whose tokens are worth keeping."""
+"""Shortest prompt whose tokens are worth caching."""
 _MOST_KEPT_TOKENS = 1 << 21
 _WAIT_S = 15.0
-"""Longest wait of a grammar for those of others."""
+"""Longest wait of a grammar for the grammars of other requests."""
 
 Ticket = tuple[bytes, int]
-"""A client, and its number of the request."""
+"""A client, and its number for the request."""
 
 
 class _Job(NamedTuple):
-    """What a request waits for."""
+    """A prompt or grammar that a request waits for."""
 
     digest: bytes
     prompt: EncodePrompt
     size: int
-    """Of the prompt's message, in bytes."""
+    """Size of the prompt's message, in bytes."""
     grammar: str = ""
-    """To be checked; empty: there is none, or it is known."""
+    """Grammar to check; empty if there is none, or its result is cached."""
     tokens: Tokens | None = None
-    """The prompt, if it came as tokens."""
+    """The prompt, if it was sent as tokens."""
     since: float = 0.0
-    """When it was asked for."""
+    """Arrival time."""
 
 
 Result: TypeAlias = Tokens | UsageError | Busy | ServiceLost
 
 
 class PromptEncoder:
-    """One tokenizer in this process, and one in each worker, which start when they are needed."""
+    """Encodes prompts with an inline tokenizer and with workers that start on demand."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PromptEncoder:
         *,
         parse_special: bool = False,
     ) -> None:
-        """`parse_special`: as for the tokenizer."""
+        """Prepare the tokenizer; `parse_special` as in `TargetTokenizer`."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._template_is_slow = False
@@ -99,7 +99,7 @@ class PromptEncoder:
         self._grammars = GrammarChecker(folder)
         self._results: deque[tuple[bytes, Result]] = deque()
         self.descriptor, self._waker = os.pipe()
-        """Readable while results wait."""
+        """Readable while results are ready."""
         os.set_blocking(self.descriptor, False)
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
@@ -112,11 +112,11 @@ class PromptEncoder:
         self._checks = _Lane("grammars", self._check)
 
     def encode(self, ticket: Ticket, message: Generate) -> Tokens | None:
-        """The prompt's tokens, or None if `collect` will return them.
+        """Return the prompt's tokens, or None if `collect` will return them.
 
         Raises:
-            UsageError: it is too long, the chat template refuses it, or its grammar is known
-                to be unusable.
+            UsageError: it is too long, the chat template rejects it, or its grammar has failed
+                before.
         """
         grammar = self._find_unchecked_grammar(message)
         if message.tokens and not grammar:
@@ -135,9 +135,9 @@ class PromptEncoder:
             job = _Job(digest, prompt, len(data), grammar, message.tokens, time.monotonic())
             self._submit(ticket, message, job)
             return None
-        if (known := self._kept.get(digest)) is not None:
+        if (kept := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
-            return list(known)
+            return list(kept)
         if len(data) <= INLINE_BYTES and not message.template_options:
             tokens = self._encode_here(prompt)
             if tokens is not None:
@@ -148,7 +148,7 @@ class PromptEncoder:
         return None
 
     def _encode_here(self, prompt: EncodePrompt) -> Tokens | None:
-        """The tokens of a short prompt, or None if its template takes too much for this process."""
+        """Tokenise a short prompt inline; return None if its template needs the worker."""
         if prompt.text:
             return self._tokenizer.encode_prompt(prompt)
         if self._template_is_slow:
@@ -162,14 +162,17 @@ class PromptEncoder:
             return None
 
     def _find_unchecked_grammar(self, message: Generate) -> str:
-        """The request's grammar, unless it is known to be usable; raises UsageError if not."""
+        """Return the request's grammar unless it has been checked before.
+
+        Raises UsageError if that check failed.
+        """
         options = message.sampling.logits_options
         if options is None or not options.grammar:
             return ""
-        known = self._grammars.recall(options.grammar)
-        if known:
-            raise UsageError(known)
-        return options.grammar if known is None else ""
+        error = self._grammars.recall(options.grammar)
+        if error:
+            raise UsageError(error)
+        return options.grammar if error is None else ""
 
     def _submit(self, ticket: Ticket, message: Generate, job: "_Job") -> None:
         is_new = all(job.digest != other for other, _ in self._tickets.values())
@@ -184,7 +187,7 @@ class PromptEncoder:
         lane.put(job, job.size * _YIELD_S)
 
     def __len__(self) -> int:
-        """How many requests wait for their prompt."""
+        """Return the number of requests that wait for their prompt."""
         return len(self._tickets)
 
     def __contains__(self, ticket: Ticket) -> bool:
@@ -194,11 +197,11 @@ class PromptEncoder:
         return iter([(ticket, message) for ticket, (_, message) in self._tickets.items()])
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Forget a request that waits; False if it does not."""
+        """Forget a waiting request; return False if it does not wait."""
         return self._tickets.pop(ticket, None) is not None
 
     def collect(self) -> list[tuple[Ticket, Generate, Result]]:
-        """The requests whose prompts are done, or cannot be made."""
+        """Return the requests whose prompts are ready or have failed."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         done = []
@@ -206,15 +209,15 @@ class PromptEncoder:
             digest, result = self._results.popleft()
             if isinstance(result, list):
                 self._keep(digest, result)
-            for ticket, (wanted, message) in list(self._tickets.items()):
-                if wanted == digest:
+            for ticket, (waiting_for, message) in list(self._tickets.items()):
+                if waiting_for == digest:
                     del self._tickets[ticket]
-                    own = list(result) if isinstance(result, list) else result
-                    done.append((ticket, message, own))
+                    copied = list(result) if isinstance(result, list) else result
+                    done.append((ticket, message, copied))
         return done
 
     def close(self) -> None:
-        """End the workers, if there are any."""
+        """Terminate the workers that have started."""
         for worker in self._workers:
             worker.close()
         self._grammars.close()
@@ -225,7 +228,7 @@ class PromptEncoder:
             self._kept.popitem(last=False)
 
     def _check(self, job: _Job) -> None:
-        """In a thread of its own: check the grammar, then pass the prompt on."""
+        """Check the grammar in a separate thread, then pass the prompt on."""
         if time.monotonic() - job.since > _WAIT_S:
             self._answer(job, Busy("too many grammars are being checked; try again later"))
             return
@@ -233,7 +236,7 @@ class PromptEncoder:
             self._grammars.check(job.grammar)
         except (UsageError, ServiceLost) as error:
             self._answer(job, error)
-        # Whatever it is: the request must hear of it, and the thread must go on.
+        # The request must get its error and the thread must go on, whatever was raised.
         except Exception as error:  # noqa: BLE001
             _log.exception("a grammar could not be checked")
             self._answer(job, UsageError(f"the grammar cannot be checked: {error}"))
@@ -244,11 +247,11 @@ class PromptEncoder:
                 self._put_prompt(job)
 
     def _tokenise(self, worker: PromptProcess, job: _Job) -> None:
-        """In a thread of its own: wait for the worker."""
+        """Wait for the worker in a separate thread."""
         result: Result
         try:
             result = worker.encode(job.prompt)
-        # As above.
+        # See above: every error is reported to the request.
         except Exception as error:  # noqa: BLE001
             _log.exception("a prompt could not be tokenised")
             result = UsageError(f"the prompt cannot be tokenised: {error}")
@@ -260,7 +263,7 @@ class PromptEncoder:
 
 
 class _Lane:
-    """A thread that does jobs one after the other, from the first one on."""
+    """A thread that runs jobs one after the other; it starts with the first one."""
 
     def __init__(self, name: str, work: Callable[[_Job], None]) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, _Job]] = queue.PriorityQueue()
@@ -269,7 +272,7 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, job: _Job, yields_s: float = 0.0) -> None:
-        """Have this done, too, after what comes in the next `yields_s` and yields for less."""
+        """Queue a job behind those that arrive within `yields_s` and yield for less time."""
         self._jobs.put((time.monotonic() + yields_s, next(self._numbers), job))
         with _starting:
             if not self._thread.is_alive():
@@ -281,7 +284,7 @@ class _Lane:
 
 
 _starting = threading.Lock()
-"""Lanes are put into by the loop, and by each other."""
+"""Lanes are filled by the event loop and by each other."""
 
 
 def _prompt_of(message: Generate) -> EncodePrompt:

@@ -1,4 +1,4 @@
-"""A worker process that tokenises prompts, started again whenever it was lost."""
+"""A worker process that tokenises prompts; it is restarted after a crash."""
 
 import logging
 import os
@@ -19,24 +19,24 @@ from protocol.transport.pipes import PipeChannel
 _log = logging.getLogger(__name__)
 
 _START_S = 60.0
-"""Longest wait for the worker to load the tokenizer."""
+"""Time limit for the worker to load the tokenizer."""
 _WRITE_S = 5.0
-"""For the worker to take a prompt: it does nothing else meanwhile."""
+"""Time limit for an idle worker to receive a prompt."""
 _ATTEMPTS = 2
-"""A worker may be ended by others; a prompt that it dies of twice is to blame."""
+"""Attempts per prompt: another program may kill a worker once; a second death is the prompt's."""
 
 
 class PromptLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt may cost; 0 is no limit."""
+    """Cost limits of a prompt; 0 means unlimited."""
 
     max_bytes: int
-    """Of the text of all its parts."""
+    """Size of the text of all its parts."""
     timeout_s: float
     memory_bytes: int
 
 
 class PromptProcess:
-    """The worker process, started again whenever it had to be killed."""
+    """The worker process; it is restarted whenever it had to be killed."""
 
     def __init__(self, folder: str, limits: PromptLimits, *, parse_special: bool) -> None:
         self._folder = folder
@@ -45,18 +45,18 @@ class PromptProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: PipeChannel[FromPromptWorker] | None = None
         self._ends: list[int] = []
-        """Our ends of its pipes."""
+        """This process's ends of the pipes."""
         self._turn = threading.Lock()
-        """Held by who talks to the process."""
+        """Held while a thread communicates with the process."""
         self._closed = False
 
     def encode(self, prompt: EncodePrompt) -> Tokens | UsageError | ServiceLost:
-        """The tokens, or why there are none."""
+        """Return the tokens, or the error why there are none."""
         with self._turn:
             return self._ask(prompt)
 
     def _ask(self, prompt: EncodePrompt) -> Tokens | UsageError | ServiceLost:
-        """Ask the process, and a fresh one if the first was ended or stopped."""
+        """Ask the process, and a fresh one if the first was killed or closed."""
         is_to_blame = False
         for _ in range(_ATTEMPTS):
             if self._closed:
@@ -86,7 +86,7 @@ class PromptProcess:
     def _exchange(
         self, channel: PipeChannel[FromPromptWorker], prompt: EncodePrompt
     ) -> FromPromptWorker | None:
-        """The answer; None if the prompt takes too long."""
+        """Return the worker's answer; None if the prompt takes too long."""
         assert self._process is not None  # noqa: S101  # it was started with its channel
         channel.send(prompt, _WRITE_S)
         deadline = Deadline(self._limits.timeout_s or threading.TIMEOUT_MAX)
@@ -121,15 +121,15 @@ class PromptProcess:
         return channel
 
     def close(self) -> None:
-        """End it, whatever it is at work on; no prompt is tokenised after that."""
+        """End the process even while it works; later prompts are rejected."""
         self._closed = True
         if (process := self._process) is not None:
-            process.kill()  # whoever waits for it goes on
+            process.kill()  # wakes the thread that waits for it
         with self._turn:
             self._end()
 
     def _end(self) -> None:
-        """End it; the next prompt gets a new one."""
+        """End the process; the next prompt starts a new one."""
         self._channel = None
         if self._process is not None:
             self._process.kill()

@@ -1,7 +1,7 @@
-"""`python -m orchestrator.text.prompt_worker SETTINGS`: tokenises prompts, one after the other.
+"""`python -m orchestrator.text.prompt_worker SETTINGS`: the prompt worker process.
 
-A process of its own, so that a text or a chat template that takes too long, or too much
-memory, costs its own request only. It ends with the orchestrator.
+In a separate process, a text or a chat template that takes too much time or memory fails only its
+request. The process ends with the orchestrator.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _IDLE_S = 3600.0
 
 
 def run(settings: PromptWorkerSettings) -> None:
-    """Answer until the orchestrator closes the pipe."""
+    """Tokenise prompts until the orchestrator closes the pipe."""
     pipes = take_pipes()
     channel = PipeChannel[ToPromptWorker](*pipes, Decoder(ToPromptWorker))
     tokenizer = TargetTokenizer(Path(settings.model), parse_special=settings.parse_special)
     _limit_memory(settings.max_bytes)
     with contextlib.suppress(OSError):
-        os.nice(5)  # decoding goes first
+        os.nice(5)  # decoding has priority
     channel.send(WorkerReady())
     with contextlib.suppress(StreamEnded):
         while True:
@@ -58,7 +58,7 @@ def _answer(tokenizer: TargetTokenizer, request: EncodePrompt) -> PromptTokens |
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Let allocations beyond what is in use now and `max_bytes` fail (Linux)."""
+    """Make allocations of more than `max_bytes` beyond the current use fail (Linux only)."""
     if max_bytes and sys.platform == "linux":
         limit = psutil.Process().memory_info().vms + max_bytes
         _, most = resource.getrlimit(resource.RLIMIT_AS)

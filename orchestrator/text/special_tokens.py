@@ -1,12 +1,12 @@
-"""Keep the text of messages from being read as special tokens.
+"""Prevent the text of messages from being parsed as special tokens.
 
-A chat template marks turns by special tokens. A user's text, a tool's result or a tool's name
-that spells one must not become one, or a web page could end a turn and begin another. Prompts
-in which no message spells any are tokenised as they are. In the others, punctuation of messages
-is replaced by characters that occur nowhere else before the template is rendered. The special
-tokens of the rendered text are then the template's own: they are renamed to random strings, the
-punctuation is restored, and a second tokenizer reads the result, which knows the special tokens
-under these random names only.
+A chat template marks turns by special tokens. If a user's text, a tool result or a tool name that
+spells one became one, a web page could end a turn and begin another. Prompts in which no message
+spells a special token are tokenised as they are. In the others, punctuation in messages is replaced
+by characters that occur nowhere else before the template is rendered. The special tokens in the
+rendered text are then exactly those of the template: they are renamed to random strings, the
+punctuation is restored, and the result is tokenised by a second tokenizer that recognizes the
+special tokens by these random names only.
 """
 
 import itertools
@@ -21,31 +21,32 @@ from tokenizers import AddedToken, Tokenizer
 from protocol.messages import Tokens
 
 _SHORTEST_CORE = 4
-"""Characters within the outer marks of a token by which a text may spell it: a template may write
-those marks around a name."""
+"""Shortest inner part of a token, without its outer marks, that counts as spelling it: a template
+may add those marks to a name.
+"""
 _FIRST_MARK = 0x20000
-"""Ideographs: filters of templates, JSON and `repr` leave them as they are."""
+"""First of the ideographs used as marks: template filters, JSON and `repr` leave them unchanged."""
 _MOST_SPLITS = 64
 
 
 class Marks(NamedTuple):
-    """How the strings of one conversation are marked."""
+    """The marking of the strings of one conversation."""
 
     mark: Callable[[Any], Any]
-    """For text from outside: a string, or all strings in a JSON value."""
+    """Marks untrusted text: a string, or all strings in a JSON value."""
     mark_answer: Callable[[str], str]
-    """For the assistant's earlier answers, whose own marks of thoughts and calls stand."""
+    """Marks earlier answers of the assistant, but not their reasoning and tool call tags."""
     restore: dict[int, str]
-    """Translates marks back."""
+    """Translation table from marks back to the text."""
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, and how text that spells them is tokenised.
+    """The special tokens of one tokenizer, and the encoding of text that spells them.
 
     Args:
-        tokenizer: of the `tokenizers` library.
-        is_mark: whether an added token that is not flagged as special is written by the chat
-            template all the same, as `<think>` is.
+        tokenizer: a tokenizer of the `tokenizers` library.
+        is_mark: returns True for an added token that the chat template writes although it is
+            not flagged as special, such as `<think>`.
     """
 
     def __init__(self, tokenizer: Any, is_mark: Callable[[str], bool]) -> None:
@@ -66,11 +67,11 @@ class SpecialTokens:
         self._plain: _PlainTokenizer | None = None
 
     def find_marks(self, outside: list[Any], answers: list[str]) -> Marks | None:
-        """How to mark a conversation; None if none of its strings spells a special token.
+        """Return the marks for a conversation, or None if no string spells a special token.
 
         Args:
-            outside: JSON values that hold text from outside.
-            answers: texts of the assistant's.
+            outside: JSON values that hold untrusted text.
+            answers: texts that the assistant wrote.
         """
         strings = list(_list_strings(outside))
         spelt = self._spelt.search(_squash("".join(strings)))
@@ -82,8 +83,8 @@ class SpecialTokens:
         marks: dict[str, str] = dict(zip(sorted(replaced), free, strict=False))
         table = {ord(c): marks[c] for c in self._punctuation}
 
-        def mark_first(found: re.Match[str]) -> str:
-            token = str(found[0])
+        def mark_first(match: re.Match[str]) -> str:
+            token = str(match[0])
             return marks[token[0]] + token[1:]
 
         def mark_string(text: str) -> str:
@@ -96,16 +97,16 @@ class SpecialTokens:
         )
 
     def encode(self, marked: str, marks: Marks, *, add_special_tokens: bool = False) -> Tokens:
-        """The tokens of a rendered text whose messages were marked."""
+        """Tokenise a rendered text whose messages were marked."""
         if self._plain is None:
             self._plain = _PlainTokenizer(self._tokenizer, self._added, self._protected)
         names = self._plain.names
-        renamed = self._any.sub(lambda found: names[found[0]], marked).translate(marks.restore)
+        renamed = self._any.sub(lambda match: names[match[0]], marked).translate(marks.restore)
         return self._plain.encode(renamed, add_special_tokens=add_special_tokens)
 
 
 class _PlainTokenizer:
-    """The tokenizer with its special tokens under other names; it shares the vocabulary."""
+    """The tokenizer with renamed special tokens; it shares the vocabulary."""
 
     def __init__(self, tokenizer: Any, added: dict[int, Any], protected: dict[int, Any]) -> None:
         self.names = {token.content: _make_name() for token in protected.values()}
@@ -119,7 +120,7 @@ class _PlainTokenizer:
             plain.pre_tokenizer = tokenizer.pre_tokenizer
         self._plain = plain
         self._numbers: dict[int, int | None] = {}
-        """From its numbers of added tokens to the original's; None: the separator."""
+        """Original id by the renamed tokenizer's id of an added token; None is the separator."""
         for number, token in added.items():
             self._add(self.names.get(token.content, token.content), token, number)
         self._add(self._separator, AddedToken(self._separator, normalized=False), None)
@@ -132,10 +133,10 @@ class _PlainTokenizer:
         self._numbers[self._plain.token_to_id(name)] = number
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Tokens:
-        """The tokens of a text in which renamed special tokens are the only ones.
+        """Tokenise a text in which only the renamed special tokens are special.
 
-        Vocabularies of whole words or of unigrams may hold a special token as a word of its own;
-        the text is split there.
+        Word-level and unigram vocabularies may contain a special token as an ordinary word; the
+        text is split there.
         """
         encoded = self._plain.encode(text, add_special_tokens=False)
         for _ in range(_MOST_SPLITS):
@@ -154,23 +155,23 @@ class _PlainTokenizer:
         if add_special_tokens:
             encoded = self._original.post_process(encoded)
         pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
-        own = (n if is_new else self._numbers.get(n, n) for n, is_new in pairs)
-        return [number for number in own if number is not None]
+        numbers = (n if is_new else self._numbers.get(n, n) for n, is_new in pairs)
+        return [number for number in numbers if number is not None]
 
 
 def _make_name() -> str:
-    """A name that no text can hold, since nobody can guess it."""
+    """Return a random name that no text can contain by guessing."""
     return "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(12))
 
 
 def _match_any(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the longest of these at a place, as the library looks for them."""
+    """Return a pattern for the longest of these texts at a position, as the library matches."""
     longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _find_core(text: str) -> str:
-    """What of a token a text has to spell, where a template writes the outer marks itself."""
+    """Return the part of a token that a text must spell if the template writes its outer marks."""
     core = text[1:-1]
     is_clear = len(core) >= _SHORTEST_CORE and any(map(_is_punctuation, core))
     return core if is_clear else text
@@ -181,13 +182,13 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _squash(text: str) -> str:
-    """Without what templates and normalizers may remove or change: case, blanks, widths."""
+    """Remove what templates and normalizers may change: case, whitespace, character width."""
     folded = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return "".join(folded.casefold().split())
 
 
 def _list_strings(value: Any) -> Iterator[str]:
-    """All strings in a JSON value, keys included."""
+    """Yield all strings in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""From emitted tokens to streamed text: stop strings, and text that may still become one."""
+"""Stop strings: streamed text without anything that may become part of one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,24 +10,24 @@ from protocol.messages import Logprobs, TokenLogprobs
 
 
 class Pushed(NamedTuple):
-    """What one token did to the text."""
+    """The effect of one token on the text."""
 
     text: str
-    """Text that is certain and may be shown."""
+    """Text that is final and may be shown."""
     stopped: bool
-    """A stop string is complete; the text ends before it."""
+    """True if a stop string is complete; the text ends before it."""
 
 
 @dataclass
 class _HeldEntry:
-    """The log-probabilities of a token whose text is not certain yet."""
+    """The log-probabilities of a token whose text is not final yet."""
 
     shown: Logprobs
     length: int
-    """Of its text."""
+    """Length of its text."""
 
     def cut(self, count: int) -> None:
-        """Take away the last characters of its text."""
+        """Remove the last characters of its text."""
         chosen = self.shown.chosen
         kept = self.length - count
         dropped = len(chosen.text[kept:].encode())
@@ -38,9 +38,9 @@ class _HeldEntry:
 
 
 class StoppableText:
-    """Decodes token by token, and holds back what may be the start of a stop string.
+    """Decodes token by token, and holds back text that may begin a stop string.
 
-    Log-probabilities are held back with the text of their tokens, and cut where it is cut.
+    Log-probabilities are held back with the text of their tokens, and truncated with it.
     """
 
     def __init__(self, stream: TextStream, stop: list[str]) -> None:
@@ -49,7 +49,7 @@ class StoppableText:
         self._held = ""
         self._entries: list[_HeldEntry] = []
         self.stop_string = ""
-        """The stop string that was found."""
+        """The stop string that ended the text."""
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Pushed:
         """Add one token."""
@@ -57,9 +57,9 @@ class StoppableText:
         if logprobs is not None:
             self._entries.append(_HeldEntry(self._describe(token, text, logprobs), len(text)))
         self._held += text
-        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
-        if found:
-            at, self.stop_string = min(found)
+        matches = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if matches:
+            at, self.stop_string = min(matches)
             self._cut_entries(len(self._held) - at)
             text, self._held = self._held[:at], ""
             return Pushed(text, stopped=True)
@@ -69,20 +69,20 @@ class StoppableText:
         return Pushed(text, stopped=False)
 
     def take_logprobs(self) -> list[Logprobs]:
-        """The log-probabilities of tokens whose text has become certain since the last call."""
+        """Return the log-probabilities of tokens whose text became final since the last call."""
         held = len(self._held)
         count = len(self._entries)
         while count and held > 0:
             count -= 1
             held -= self._entries[count].length
-        # The first bytes of a character go with its last one.
+        # The first bytes of a character are released with its last one.
         while 0 < count < len(self._entries) and not self._entries[count - 1].length:
             count -= 1
         taken, self._entries = self._entries[:count], self._entries[count:]
         return [entry.shown for entry in taken]
 
     def _describe(self, token: int, text: str, logprobs: TokenLogprobs) -> Logprobs:
-        """A token and the likeliest ones in its place, as clients see them."""
+        """Describe a token and its most likely alternatives, as clients see them."""
         chosen = self._stream.describe_pushed(token, text, logprobs.own)
         best = [
             chosen if other == token else self._stream.describe(other, value)
@@ -91,7 +91,7 @@ class StoppableText:
         return Logprobs(chosen, best)
 
     def _cut_entries(self, count: int) -> None:
-        """Take away the last characters; parts of a character go with it."""
+        """Remove the last characters; partial characters go with them."""
         is_cut = False
         for entry in reversed(self._entries):
             if not count and (entry.length or not is_cut):
@@ -102,13 +102,13 @@ class StoppableText:
             count -= dropped
 
     def flush(self) -> str:
-        """The text still held back, once no more tokens come."""
+        """Return the text that is still held back at the end of the answer."""
         text, self._held = self._held + self._stream.end(), ""
         return text
 
 
 def _overlap(text: str, string: str) -> int:
-    """Length of the longest ending of `text` that begins `string` without completing it."""
+    """Return the length of the longest proper prefix of `string` that ends `text`."""
     for length in range(min(len(text), len(string) - 1), 0, -1):
         if string.startswith(text[-length:]):
             return length

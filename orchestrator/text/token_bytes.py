@@ -1,29 +1,29 @@
-"""The bytes that a token stands for, from its entry in the vocabulary."""
+"""The bytes that a vocabulary entry stands for."""
 
 import re
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # SentencePiece's
+_SPACE = "\u2581"  # SentencePiece's byte tokens
 
 
 def token_bytes(entry: str, *, byte_level: bool) -> bytes:
-    """The bytes of a vocabulary's entry.
+    """Return the bytes of a vocabulary entry.
 
     Args:
-        entry: as the tokenizer spells it.
-        byte_level: the alphabet stands for bytes (GPT-2's), not for characters.
+        entry: the entry in the tokenizer's spelling.
+        byte_level: the entry is spelled in GPT-2's alphabet of bytes, not in characters.
     """
     if byte_level:
-        known = [_BYTES.get(character) for character in entry]
-        # Added tokens are spelt as they are.
-        return entry.encode() if None in known else bytes(b for b in known if b is not None)
-    if found := _BYTE.fullmatch(entry):
-        return bytes([int(found[1], 16)])
+        values = [_BYTES.get(character) for character in entry]
+        # Added tokens are spelled literally.
+        return entry.encode() if None in values else bytes(b for b in values if b is not None)
+    if match := _BYTE.fullmatch(entry):
+        return bytes([int(match[1], 16)])
     return entry.replace(_SPACE, " ").encode()
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's: printable characters stand for themselves, other bytes for those from 256 on."""
+    """Return GPT-2's alphabet: printable characters are themselves, other bytes start at 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""The target's tokenizer and chat template, without the weight of `transformers`.
+"""The target's tokenizer and chat template, without importing `transformers`.
 
-Everything comes from the model folder: `tokenizer.json` for the tokens, the chat template
-of `tokenizer_config.json` or `chat_template.jinja`, the stop tokens of `config.json` and
+Everything is read from the model folder: tokens from `tokenizer.json`, the chat template from
+`tokenizer_config.json` or `chat_template.jinja`, stop tokens from `config.json` and
 `generation_config.json`.
 """
 
@@ -21,11 +21,11 @@ from protocol.messages import ChatMessage, EncodePrompt, Tokens
 
 
 class TargetTokenizer:
-    """Text to tokens and back, for one model folder.
+    """Converts text to tokens and back for one model folder.
 
     Args:
         folder: the model folder.
-        parse_special: read special tokens in the text of messages, too, as such.
+        parse_special: also parse special tokens in the text of messages.
     """
 
     def __init__(self, folder: Path, *, parse_special: bool = False) -> None:
@@ -34,7 +34,7 @@ class TargetTokenizer:
             raise ModelError(f"the model folder {str(folder)!r} has no tokenizer.json")
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
-        # The library raises bare Exception for a file it cannot read.
+        # The library raises a bare Exception for a file it cannot read.
         except Exception as error:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -50,14 +50,14 @@ class TargetTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model knows conversations."""
+        """True if the model has a chat template."""
         return self._template is not None
 
     @property
     def bos_id(self) -> int | None:
-        """The token that texts begin with, if the model has one."""
-        found = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
-        return None if found is None else int(found)
+        """The token that begins every text, if the model has one."""
+        token = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
+        return None if token is None else int(token)
 
     def encode(
         self,
@@ -67,26 +67,26 @@ class TargetTokenizer:
         *,
         most_characters: int = 0,
     ) -> Tokens:
-        """The prompt tokens of a conversation, ready for the assistant's answer.
+        """Return the prompt tokens of a conversation, ready for the assistant's answer.
 
-        A model without a chat template gets the contents as plain text. Special tokens that the
+        Without a chat template, the contents are joined as plain text. Special tokens that the
         messages spell are plain text (`special_tokens.py`).
 
         Raises:
-            UsageError: the template refuses the messages, or knows no tools.
-            OutOfBounds: it makes more of them than `most_characters`; 0 is no limit.
+            UsageError: the template rejects the messages, or does not support tools.
+            OutOfBounds: the rendered text is longer than `most_characters`; 0 means unlimited.
         """
         if tools and not self._knows_tools:
             raise UsageError("this model's chat template knows no tools")
         turns = [{"content": "", **msgspec.to_builtins(m)} for m in messages]
-        given = (turns, tools or [], options or {})
-        marks = None if self._parse_special else _find_marks(self._special, *given)
-        # Without a template the conversation is tokenised as any text.
+        conversation = (turns, tools or [], options or {})
+        marks = None if self._parse_special else _find_marks(self._special, *conversation)
+        # Without a template the conversation is tokenised as ordinary text.
         special = self._template is None
         if marks is None:
-            text = self._render(*given, most_characters=most_characters)
+            text = self._render(*conversation, most_characters=most_characters)
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        marked = [_mark_turn(turn, marks) for turn in turns], *map(marks.mark, given[1:])
+        marked = [_mark_turn(turn, marks) for turn in turns], *map(marks.mark, conversation[1:])
         text = self._render(*marked, most_characters=most_characters)
         return self._special.encode(text, marks, add_special_tokens=special)
 
@@ -98,7 +98,7 @@ class TargetTokenizer:
         *,
         most_characters: int,
     ) -> str:
-        """The text of a conversation; errors as for `encode`."""
+        """Render a conversation to text; errors as for `encode`."""
         if self._template is None:
             return "\n".join(turn["content"] for turn in turns)
         try:
@@ -110,7 +110,7 @@ class TargetTokenizer:
             )
         except (OutOfBounds, MemoryError):
             raise
-        # A template is a program of the model's makers: anything may go wrong in it.
+        # A template is a program shipped with the model: it may raise anything.
         except Exception as error:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         if 0 < most_characters < len(text):
@@ -118,11 +118,11 @@ class TargetTokenizer:
         return text
 
     def encode_prompt(self, prompt: EncodePrompt, most_characters: int = 0) -> Tokens:
-        """The tokens of a request's prompt, with the beginning of the answer if it has one.
+        """Return the tokens of a request's prompt, including the prefix of its answer.
 
         Raises:
-            UsageError: the chat template refuses it.
-            OutOfBounds: what the template makes of it is too long (`encode`).
+            UsageError: the chat template rejects it.
+            OutOfBounds: the rendered text is too long (`encode`).
         """
         if prompt.text:
             return self.encode_text(prompt.text)
@@ -135,17 +135,18 @@ class TargetTokenizer:
         return tokens + prompt.answer_tokens + self.encode_part(prompt.answer_start)
 
     def encode_text(self, text: str) -> Tokens:
-        """The prompt tokens of a text that is to be continued."""
+        """Return the prompt tokens of a text to continue."""
         return list(self._tokenizer.encode(text).ids)
 
     def encode_part(self, text: str) -> Tokens:
-        """The tokens of a text that follows others."""
+        """Return the tokens of a text that follows others."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def stream(self, *, marks: bool = False) -> TextStream:
-        """The text of a new answer; with `marks` all special tokens but stops are text too.
+        """Create the text stream of a new answer.
 
-        Some models mark calls of tools by special tokens.
+        With `marks`, special tokens other than stops are text: some models mark tool calls by
+        special tokens.
         """
         return self._detokenizer.stream(shows_special=marks, hidden=self.stop_ids)
 
@@ -154,14 +155,14 @@ class TargetTokenizer:
         return {name: _token_text(self._config.get(name)) for name in names}
 
     def _stop_ids(self, folder: Path) -> frozenset[int]:
-        found: set[int] = set()
+        tokens: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             value = _read_json(folder / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
+            tokens.update(value if isinstance(value, list) else [] if value is None else [value])
         eos = self._tokenizer.token_to_id(_token_text(self._config.get("eos_token")))
         if eos is not None:
-            found.add(eos)
-        return frozenset(found)
+            tokens.add(eos)
+        return frozenset(tokens)
 
 
 def _find_marks(
@@ -170,7 +171,7 @@ def _find_marks(
     tools: list[dict[str, Any]],
     options: dict[str, Any],
 ) -> Marks | None:
-    """How to mark a conversation, if its text spells special tokens."""
+    """Return the marks for a conversation, or None if its text spells no special tokens."""
     outside = [
         {key: value for key, value in turn.items() if not _is_answer(turn, key)} for turn in turns
     ]
@@ -186,7 +187,7 @@ def _mark_turn(turn: dict[str, Any], marks: Marks) -> dict[str, Any]:
 
 
 def _is_answer(turn: dict[str, Any], key: str) -> bool:
-    """Whether this field of a turn holds text that the model wrote."""
+    """Return True if this field of a turn holds text that the model wrote."""
     return turn["role"] == "assistant" and key in ("content", "reasoning_content")
 
 
@@ -203,14 +204,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str:
-    """A special token is given as a string or as an object with its content."""
+    """Return the text of a special token: a string, or an object with its content."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """The chat template; empty if there is none."""
+    """Return the chat template; empty if there is none."""
     file = folder / "chat_template.jinja"
     source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
     source = source or config.get("chat_template")
