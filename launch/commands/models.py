@@ -200,7 +200,7 @@ def _pairs_table(fits: list[Fit]) -> Table:
 def _card(model: Model) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     stored = model.weight_bytes
-    on_cpu = bytes_on_cpu(model.parameters, stored)
+    on_cpu = bytes_on_cpu(model.architecture, model.parameters, stored)
     per_token = model.kv_bytes_per_token
     rows = {
         "model": model.name,

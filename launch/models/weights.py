@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from protocol.errors import ModelError
 from protocol.safetensors import read_header
 
+_PACKED_ON_CPU = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Kinds of models that stay in the bits of their files there (`services.kernels.cpu.equip`)."""
+
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -26,15 +29,17 @@ class Weights(NamedTuple):
         """Weights in memory, on a CPU at most."""
         if device != "cpu":
             return self.bytes_as_stored
-        return bytes_on_cpu(self.parameters, self.bytes_as_stored)
+        return bytes_on_cpu(self.architecture, self.parameters, self.bytes_as_stored)
 
     def kv_bytes_on(self, device: str) -> int:
         """KV per token."""
         return self.kv_elements * (4 if device == "cpu" else 2)
 
 
-def bytes_on_cpu(parameters: int, stored: int) -> int:
-    """Float32 (`services.mlx.loader.load`) and exact copies (`services.mlx.exact_copies`)."""
+def bytes_on_cpu(architecture: str, parameters: int, stored: int) -> int:
+    """As stored, or float32 (`services.mlx.loader`) and copies (`services.mlx.exact_copies`)."""
+    if architecture in _PACKED_ON_CPU:
+        return stored
     return 4 * parameters + min(2 * parameters, stored)
 
 

@@ -56,7 +56,8 @@ def test_sizes_are_those_of_the_loaded_model(family: str) -> None:
     found = weights_of(folder)
     parameters: Any = tree_flatten(load(folder).module.parameters())
     assert found.parameters == sum(array.size for _, array in parameters)
-    assert 4 * found.parameters < found.bytes_on("cpu") <= 6 * found.parameters
+    least = found.bytes_as_stored if family != "gemma3" else 4 * found.parameters
+    assert least <= found.bytes_on("cpu") <= 1.5 * least
     stored: Any = mx.load(str(folder / "model.safetensors"))
     assert found.bytes_on("metal") == sum(array.nbytes for array in stored.values())
     config = json.loads((folder / "config.json").read_text())

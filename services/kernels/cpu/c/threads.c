@@ -175,7 +175,10 @@ void share_parts(part *compute, const void *context, int count)
         called = call_helpers(called); /* a core may be lent at any moment */
     }
     atomic_fetch_sub(&gate, CLOSED);
-    while (atomic_load(&gate) != -CLOSED)
+    for (int spins = SPINS; atomic_load(&gate) != -CLOSED; spins--) {
         pause_briefly();
+        if (spins <= 0)
+            sched_yield(); /* whoever has the core of a helper may need this one */
+    }
     pthread_mutex_unlock(&asking);
 }
