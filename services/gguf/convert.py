@@ -54,7 +54,7 @@ def convert(source: Path, folder: Path, *, unit: str = "cpu", dense: bool = Fals
         config["quantization"] = _quantization(bits)
     deviations = write_weights(plans, source, folder / "model.safetensors")
     _write_json(folder / "config.json", config)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    ends: Config = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(folder / "generation_config.json", ends)
     _write_json(folder / REPORT, _report(file, plans, deviations))
 

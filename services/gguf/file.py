@@ -117,7 +117,7 @@ class GGUFFile(GGUFReader):
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
         """Texts, as views of the file that the library decodes, and their size there."""
-        data = memoryview(self.data).cast("B")
+        data = self.data.data.cast("B")
         texts: list[Any] = []
         offset = start
         for _ in range(count):

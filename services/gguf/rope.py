@@ -58,7 +58,11 @@ def _llama3(
     table: npt.NDArray[np.float64], file: GGUFFile, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The parameters of Llama 3 that give this table of divisors of the frequencies."""
-    scaling = {"rope_type": "llama3", "factor": float(table.max(initial=1.0)), **_LLAMA3}
+    scaling: dict[str, Any] = {
+        "rope_type": "llama3",
+        "factor": float(table.max(initial=1.0)),
+        **_LLAMA3,
+    }
     size = 2 * len(table)
     lengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
