@@ -1,1 +1,1 @@
-"""The conductor: sequences, the speculation cache, plans, text, and the client's side."""
+"""The orchestrator: sequences, the speculation cache, plans, text, and client connections."""

@@ -1,7 +1,7 @@
-"""Lets requests answer events and carries out their actions: the edge of one request.
+"""Executes the actions of requests: the edge of one request.
 
-What goes wrong in a request (its text, its template, its statistics, a message that cannot
-be built) ends that request, and is logged with its numbers; all others go on.
+An error within a request (its text, its template, its statistics, a message that cannot be built)
+ends that request and is logged with its numbers; all others continue.
 """
 
 import logging
@@ -44,10 +44,10 @@ P = ParamSpec("P")
 
 
 class Executor:
-    """Carries out actions through the two hubs.
+    """Executes actions through the two hubs.
 
     Args:
-        on_end: called once for each request that is over.
+        on_end: called once for each request that has ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Executor:
         self._journal = journal
         self._on_end = on_end
         self._behind: list[tuple[Request, float]] = []
-        """Requests of which a verification has ended, and when: their books are to be done."""
+        """Requests whose verification has ended but whose bookkeeping is pending, with the time."""
 
     def run(
         self,
@@ -76,7 +76,7 @@ class Executor:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Let a request answer an event."""
+        """Apply an event to a request and execute the resulting actions."""
         self.catch_up()
         self._run(request, event, *args, **kwargs)
 
@@ -91,16 +91,16 @@ class Executor:
         try:
             for action in event(*args, **kwargs):
                 self._do(request, action)
-        # Whatever belongs to one request ends that request alone.
+        # An error that belongs to one request ends that request alone.
         except Exception as error:  # noqa: BLE001
             self._fail(request, error)
         finally:
             self._journal.leave(before)
 
     def commit(self, request: Request, outcome: VerificationOutcome, now: float) -> None:
-        """A verification ended: the next one leaves first; `catch_up` does the books and the text.
+        """Send the next verification first; defer bookkeeping and text to `catch_up`.
 
-        Outcomes of a shared pass come together, and the target waits for all that follows them.
+        The outcomes of a shared pass arrive together, and the target waits for every follow-up.
         """
         if any(one is request for one, _ in self._behind):
             self.catch_up()
@@ -108,7 +108,7 @@ class Executor:
         self._behind.append((request, now))
 
     def catch_up(self) -> None:
-        """Do what could wait until the next verifications had left."""
+        """Do the work that was deferred until the next verifications had been sent."""
         while self._behind:
             request, now = self._behind.pop(0)
             if not request.is_over:
@@ -121,18 +121,18 @@ class Executor:
             self._send("verifier", request.frames[outcome.row, outcome.bonus])
             sequence.recorder.add_dispatch(now, time.monotonic())
         if sequence.is_awaiting(outcome.round):
-            request.frames.clear()  # a long answer has many outcomes that did not come
+            request.frames.clear()  # a long answer has many outcomes that did not occur
         sequence.recorder.verifying_since = None
         actions = sequence.decide(outcome, now)
-        self._timeouts.start(request, now)  # even where nothing is sent: the next outcome is due
+        self._timeouts.start(request, now)  # even if nothing is sent: the next outcome is due
         for action in filter(_is_verify, [] if precomputed else actions):
             self._do(request, action)
-            if sequence.current.origin == "hit":  # only the likeliest ones are precomputed
+            if sequence.current.origin == "hit":  # only the most likely ones are precomputed
                 sequence.recorder.add_dispatch(now, time.monotonic())
         return [action for action in actions if not _is_verify(action)]
 
     def report_progress(self, request: Request, role: Role, length: int) -> None:
-        """Tell the client how much of its prompt the target holds, if it wants to know."""
+        """Report the target's prefill progress to a client that wants it."""
         if role == "verifier" and (progress := request.on_prefill_progress(length)) is not None:
             self._clients.send(request.peer, progress)
 
@@ -170,7 +170,7 @@ class Executor:
     def _finish(self, request: Request, reason: FinishReason, error: str) -> None:
         for message in request.last_messages(reason, error):
             if not self._clients.send(request.peer, message):
-                break  # what follows would hide that something is missing
+                break  # continuing would hide that something is missing
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -181,13 +181,13 @@ class Executor:
     # ------------------------------------------------------------ failures
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """End a request in which something went wrong."""
+        """End a request in which an error occurred."""
         _log.error("the request failed: %s", error, exc_info=error, extra=request.ids)
         reason = f"this request could not be served: {type(error).__name__}: {error}"
         try:
             for action in request.sequence.finish("error", reason):
                 self._do(request, action)
-        # Even its end may be what cannot be computed.
+        # Even the end of the request may fail to be computed.
         except Exception as again:  # noqa: BLE001
             _log.exception("the request's end failed: %s", again, extra=request.ids)
         if not request.is_over:
@@ -198,7 +198,7 @@ class Executor:
 
 
 def _encode_prepared(request: Request, action: HandOver) -> VerifyAhead:
-    """With the messages as they are encoded already."""
+    """Return the action with its messages already encoded."""
     rounds = [
         PreparedRound(row, bonus, number, request.frames[row, bonus] if number else b"")
         for (row, bonus), number in action.numbers.items()

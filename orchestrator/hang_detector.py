@@ -1,19 +1,19 @@
-"""Detects services that hang: how long each has been silent, and how long it may be.
+"""Hang detection: how long each service has been silent, and how long it may be.
 
-A service's working thread sends something at least once a second, except within one
-indivisible call: a verification, a chunk of a prefill. How long such a call takes depends
-on the model and the machine, so the limit follows the slowest one seen; the first call may
-also compile kernels and read weights. Time during which this process itself did not run
-(stopped, swapped out) does not count. Pure: every time is an argument.
+A service's working thread sends something at least once a second, except during one indivisible
+call: a verification, or a chunk of a prefill. The duration of such a call depends on the model and
+the machine, so the limit follows the slowest call so far; the first call may also compile kernels
+and read weights. Time during which this process itself did not run (stopped, swapped out) does not
+count. Pure: every time is an argument.
 """
 
 from dataclasses import dataclass
 
 _SLOWER = 4.0
-"""A call may take this many times as long as the slowest before it."""
+"""A call may take this many times as long as the slowest call before it."""
 
 _LONGEST_STEP_S = 1.0
-"""More than this between two updates means that this process was not awake itself."""
+"""A longer gap between two updates means that this process itself was suspended."""
 
 
 @dataclass
@@ -40,16 +40,16 @@ class HangDetector:
         self._updated_at: float | None = None
 
     def watch(self, address: bytes, first_timeout_s: float | None = None) -> None:
-        """Start to watch a service, from now on, perhaps with its own limit for the first work."""
+        """Start to watch a service, optionally with a separate limit for its first work."""
         longest_s = self._first_timeout_s if first_timeout_s is None else first_timeout_s
         self._watched[address] = _Watched(longest_s)
 
     def forget(self, address: bytes) -> None:
-        """Stop watching it."""
+        """Stop watching a service."""
         self._watched.pop(address, None)
 
     def on_message(self, address: bytes, *, is_result: bool) -> None:
-        """It sent something: the result of work, or a mere heartbeat."""
+        """Record a message: the result of work, or only a heartbeat."""
         watched = self._watched.get(address)
         if watched is not None:
             watched.slowest_s = max(watched.slowest_s, watched.silent_s)
@@ -57,19 +57,19 @@ class HangDetector:
             watched.has_worked = watched.has_worked or is_result
 
     def silent_s(self, address: bytes) -> float:
-        """Seconds since its last message."""
+        """Return the seconds since the service's last message."""
         watched = self._watched.get(address)
         return watched.silent_s if watched is not None else 0.0
 
     def limit_s(self, address: bytes) -> float:
-        """How long it may be silent."""
+        """Return how long the service may be silent."""
         watched = self._watched[address]
         if not watched.has_worked:
             return watched.first_timeout_s
         return min(self._first_timeout_s, max(self._hang_timeout_s, _SLOWER * watched.slowest_s))
 
     def update(self, now: float) -> list[bytes]:
-        """Let time pass; returns those that have been silent for too long."""
+        """Advance the time; return the services that have been silent for too long."""
         step = (
             0.0 if self._updated_at is None else min(now - self._updated_at, self._longest_step_s)
         )

@@ -52,7 +52,7 @@ def run(settings: OrchestratorSettings) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is the ordinary end; a second one changes nothing."""
+    """Exit on SIGTERM; a second one changes nothing."""
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)

@@ -1,9 +1,8 @@
-"""What others may send: a drafter as much as it was asked for, and all of them in turn.
+"""Message budgets: a drafter may send what it was asked for; all peers are read in turn.
 
-A drafter may be anybody's program. Every message that asks it for something adds the
-answers that may come to its credit, time adds a few heartbeats, and every message that
-comes takes one away, an answer to nothing more than one. When the credit is gone, it is to
-be dropped: a flood costs its sender, not the other requests.
+A drafter may be an arbitrary program. Every request to it adds the possible answers to its credit,
+time adds a few heartbeats, and every message that arrives costs one, or more if it answers nothing.
+A drafter without credit is dropped: a flood harms its sender, not the other requests.
 """
 
 import time
@@ -17,26 +16,26 @@ T = TypeVar("T")
 _MOST_MESSAGES = 64
 _MOST_S = 0.02
 _SLACK = 128.0
-"""Credit at the beginning."""
+"""Initial credit."""
 _MOST = 4096.0
 _PER_SECOND = 10.0
 _UNASKED = 8.0
-"""What a message costs that answers nothing."""
+"""Cost of a message that answers nothing."""
 
 BYTES_OF_DRAFTERS = 256 * 1024
-"""Longest message of a drafter, where nothing is drawn: a tree of the most branches."""
+"""Longest message of a drafter when nothing is sampled: a tree with the most branches."""
 
 
 class MessageBudget:
-    """The credit of one drafter."""
+    """The message credit of one drafter."""
 
     def __init__(self) -> None:
         self._credit = _SLACK
         self._refilled_at: float | None = None
 
     def on_sent(self, message: Message) -> None:
-        """It was sent this, and may answer."""
-        answers = 2.0  # that it failed, and one more
+        """Add credit for the answers to this message."""
+        answers = 2.0  # a failure, and one spare
         if isinstance(message, Prepare):
             answers += message.depth
         elif isinstance(message, DraftNow):
@@ -44,7 +43,7 @@ class MessageBudget:
         self._credit = min(_MOST, self._credit + answers)
 
     def spend(self, message: Message, now: float, *, asked_for: bool) -> bool:
-        """It sent this; False if that was too much."""
+        """Charge a received message; return False if it exceeds the credit."""
         passed_s = now - self._refilled_at if self._refilled_at is not None else 0.0
         self._credit = min(_MOST, self._credit + _PER_SECOND * passed_s)
         self._refilled_at = now
@@ -54,9 +53,9 @@ class MessageBudget:
 
 
 def take_some(receive: Callable[[], T | None]) -> Iterator[T]:
-    """The messages of one side that are dealt with in one turn of the loop.
+    """Yield the messages of one side that one turn of the loop handles.
 
-    Their number and the time that they take together are limited, but for the last one's.
+    Their number and their total time are limited; the last one may exceed the time.
     """
     end = time.monotonic() + _MOST_S
     for _ in range(_MOST_MESSAGES):

@@ -1,4 +1,4 @@
-"""Which services are connected, and whether a new one may be: the handshake's rules."""
+"""Registry of connected services, and the handshake rules for new ones."""
 
 import logging
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from protocol.transport.codec import MAX_MESSAGE_BYTES
 _log = logging.getLogger(__name__)
 
 _MOST_MARKED = 32
-"""A process that is not the supervisor's own is never ended: such names must not pile up."""
+"""Bound on the marked processes: only the supervisor's children are ever ended."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A service that has shaken hands."""
+    """A service that has completed its handshake."""
 
     address: bytes
     hello: Hello
 
 
 def context_of(hello: Hello) -> int:
-    """Tokens that one sequence may hold there: the model's limit, or its KV's; 0 is unlimited."""
+    """Return the tokens per sequence that its model and KV allow; 0 is unlimited."""
     return min((n for n in (hello.context_length, hello.kv_tokens) if n), default=0)
 
 
 def handshake_error(hello: Hello, target: Vocabulary) -> str | None:
-    """Why this service cannot join, in one sentence; None if it can."""
+    """Return why this service cannot join, in one sentence; None if it can."""
     if hello.protocol != PROTOCOL_VERSION:
         return (
             f"the {hello.role} speaks protocol version {hello.protocol} and the orchestrator "
@@ -62,27 +62,27 @@ class Registry:
         self.hang_detector = hang_detector
         self.peers: dict[Role, Peer] = {}
         self.rejected: dict[Role, str] = {}
-        """Why the last service of a role was rejected, until one is accepted."""
+        """Reason for the last rejection by role, until a service is accepted."""
         self.draws = False
-        """Whether a request runs whose drafts carry their distributions, which are large."""
+        """True while the drafts of a running request carry their distributions, which are large."""
         self.unreadable = ""
-        """Why the verifier does not send what the drafter reads of the target, if so."""
+        """Reason why the verifier cannot send the features the drafter needs, if so."""
         self.lookup_only = lookup_only
-        """Whether no drafter is wanted."""
+        """True if the stack runs without a drafter."""
         self.marked_for_kill: dict[int, str] = {}
-        """Processes of this stack that must be ended, and why."""
+        """Processes of this stack that must be ended, with the reason."""
         self._by_address: dict[bytes, Peer] = {}
         self._budgets: dict[bytes, MessageBudget] = {}
-        """Of drafters."""
+        """Message budgets of drafters."""
         self._working_on: dict[bytes, int] = {}
-        """Sequences named by heartbeats, until something else arrives from there."""
+        """Sequences named by heartbeats, until another message arrives from that service."""
 
     def find(self, address: bytes) -> Peer | None:
-        """The service with this address, if it is current."""
+        """Return the service with this address, if it is current."""
         return self._by_address.get(address)
 
     def on_message(self, address: bytes, message: FromService | ProtocolError) -> None:
-        """Something arrived from there: a sign of life."""
+        """Record a message as a sign of life."""
         is_result = not isinstance(message, Heartbeat | Hello)
         self.hang_detector.on_message(address, is_result=is_result)
         if isinstance(message, Heartbeat) and address in self._by_address:
@@ -91,16 +91,16 @@ class Registry:
             self._working_on.pop(address, None)
 
     def on_sent(self, address: bytes, message: Message) -> None:
-        """A service was sent this: it may answer."""
+        """Record that a service was sent this message: it may answer."""
         if (budget := self._budgets.get(address)) is not None:
             budget.on_sent(message)
 
     def spend(self, peer: Peer, message: FromService, now: float, *, asked_for: bool) -> bool:
-        """A drafter sent this; False if it sends more than it was asked for."""
+        """Charge a drafter's message; return False if it exceeds the drafter's budget."""
         return self._budgets[peer.address].spend(message, now, asked_for=asked_for)
 
     def limit_of(self, address: bytes) -> int:
-        """Longest message of a peer, in bytes."""
+        """Return the longest allowed message of a peer, in bytes."""
         peer = self._by_address.get(address)
         if peer is None:
             return STRANGER_BYTES
@@ -108,18 +108,18 @@ class Registry:
         return BYTES_OF_DRAFTERS if small else MAX_MESSAGE_BYTES
 
     def working_on(self, peer: Peer) -> int:
-        """The sequence that the service named last, 0 if it has sent a result since."""
+        """Return the sequence that the service named last; 0 if it has sent a result since."""
         return self._working_on.get(peer.address, 0)
 
     @property
     def context_length(self) -> int:
-        """What the target can attend to; 0 while there is none, or no limit."""
+        """Context length of the target; 0 if there is no target, or no limit."""
         verifier = self.peers.get("verifier")
         return context_of(verifier.hello) if verifier is not None else 0
 
     @property
     def memory_limit(self) -> str:
-        """What `context_length` follows from, if that is memory rather than the model."""
+        """The memory limit behind `context_length`, if memory rather than the model limits it."""
         verifier = self.peers.get("verifier")
         if verifier is None or self.context_length == verifier.hello.context_length:
             return ""
@@ -127,17 +127,17 @@ class Registry:
 
     @property
     def kv_tokens(self) -> int:
-        """What the target's KV may hold in all; 0 while there is none, or no limit."""
+        """Total KV capacity of the target in tokens; 0 if there is no target, or no limit."""
         verifier = self.peers.get("verifier")
         return verifier.hello.kv_tokens if verifier is not None else 0
 
     def is_outdated(self, peer: Peer) -> bool:
-        """Whether a younger process has this service's place already."""
+        """Return True if a younger process already has this service's place."""
         current = self.peers.get(peer.hello.role)
         return current is not None and current.hello.started_ns > peer.hello.started_ns > 0
 
     def add(self, peer: Peer) -> Peer | None:
-        """Make a service current; returns the one that it replaces."""
+        """Make a service current; return the one that it replaces."""
         self.rejected.pop(peer.hello.role, None)
         old = self.peers.get(peer.hello.role)
         if old is not None:
@@ -151,9 +151,9 @@ class Registry:
         return old
 
     def remove(self, role: Role, pid: int, *, for_good: bool = False) -> bool:
-        """Forget a service that is gone; False if it was not the current one.
+        """Remove a service; return False if it was not the current one.
 
-        `for_good` says that no other drafter is wanted.
+        With `for_good`, no other drafter is expected.
         """
         self.lookup_only |= for_good
         self.marked_for_kill.pop(pid, None)
@@ -178,7 +178,7 @@ class Registry:
             del self.marked_for_kill[next(iter(self.marked_for_kill))]
 
     def find_hanging(self, now: float) -> list[tuple[Peer, str]]:
-        """Services that have been silent for too long and are not marked yet; and why."""
+        """Return unmarked services that have been silent for too long, with the reason."""
         silent = [self._by_address[address] for address in self.hang_detector.update(now)]
         return [
             (peer, f"the {peer.hello.role} hangs: no sign of life for {seconds:.1f} s")

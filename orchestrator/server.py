@@ -1,9 +1,9 @@
-"""The orchestrator's edge: sockets and clock around the pure state of its sequences.
+"""The orchestrator's event loop: sockets and clock around the pure state of its sequences.
 
-The loop: wait; take what the services sent, and send the next `Verify` before anything
-else; then clients, then prompts that are ready, then deadlines. Each turn takes a
-limited number of messages from either side, so that a flood from one does not keep the other
-waiting. Text is decoded and streamed while the target is busy.
+One turn of the loop: wait; read the services' messages and send the next `Verify` before anything
+else; then handle clients, prompts that are ready, and deadlines. Each turn reads a limited number
+of messages from either side, so that a flood from one does not block the other. Text is decoded and
+streamed while the target is busy.
 """
 
 import logging
@@ -61,7 +61,7 @@ _TICK_S = 0.25
 
 
 class Orchestrator:
-    """Knows the whole state of every request; see the module's docstring for its loop."""
+    """Owns the state of every request; see the module's docstring for its loop."""
 
     def __init__(
         self,
@@ -171,10 +171,10 @@ class Orchestrator:
             case Prefilled():
                 self._on_prefilled(peer.hello.role, message)
             case Hello() | VerificationOutcome():
-                pass  # one was handled before, the other is no drafter's to send
+                pass  # one was handled before; the other is not for a drafter to send
 
     def _is_within_budget(self, drafter: Peer, message: FromService) -> bool:
-        """Whether a drafter may send this too; else it is left."""
+        """Return True if a drafter may send this message too; drop the drafter otherwise."""
         asked_for = True
         if isinstance(message, DraftTree):
             request = self._requests.running.get(message.sequence)
@@ -185,7 +185,7 @@ class Orchestrator:
         return within
 
     def _mark_for_kill(self, peer: Peer, reason: str) -> None:
-        """It hangs or sends invalid messages: the supervisor ends it; a drafter is left at once."""
+        """Have the supervisor end a peer that misbehaves; drop a drafter at once."""
         if peer.hello.role == "drafter":
             self._on_service_down(
                 ServiceDown(role="drafter", pid=peer.hello.pid, reason=reason, final=False)
@@ -196,7 +196,7 @@ class Orchestrator:
         self._services.send(peer.address, message)
         request = self._requests.running.get(message.sequence)
         if request is not None and peer.hello.role == "verifier":
-            self._timeouts.start(request, time.monotonic())  # a long prefill may go on
+            self._timeouts.start(request, time.monotonic())  # a long prefill may continue
 
     def _on_outcome(self, message: VerificationOutcome) -> None:
         if (request := self._requests.running.get(message.sequence)) is None:
@@ -224,7 +224,7 @@ class Orchestrator:
             self._executor.report_progress(request, peer.hello.role, message.length)
 
     def _on_features(self, peer: Peer, message: Features) -> None:
-        """What the drafter reads of the target goes to it as it came."""
+        """Forward the target's features to the drafter unchanged."""
         drafter = self._registry.peers.get("drafter")
         if peer.hello.role == "drafter":
             self._mark_for_kill(peer, "the drafter sent an invalid message: features")
@@ -234,12 +234,12 @@ class Orchestrator:
                 request.sequence.recorder.count_states(len(message.data))
 
     def _request_features(self) -> None:
-        """Have the verifier send what the present drafter reads of the target, if anything."""
+        """Request the target features that the current drafter reads, if any."""
         verifier, drafter = (self._registry.peers.get(role) for role in ("verifier", "drafter"))
-        wanted = drafter.hello.features if drafter is not None else None
+        features = drafter.hello.features if drafter is not None else None
         self._registry.unreadable = ""
-        if verifier is not None and (wanted is not None or self._asked.features is not None):
-            self._asked = ReadTarget(features=wanted, number=self._asked.number + 1)
+        if verifier is not None and (features is not None or self._asked.features is not None):
+            self._asked = ReadTarget(features=features, number=self._asked.number + 1)
             self._services.send(verifier.address, self._asked)
 
     def _on_failed(self, role: Role, message: Failed) -> None:
@@ -261,7 +261,7 @@ class Orchestrator:
             self._registry.rejected[role] = reason
             self._services.send(peer.address, Rejected(reason))
             return
-        if self._registry.is_outdated(peer):  # a swap's old drafter, that came back last
+        if self._registry.is_outdated(peer):  # a swapped-out drafter that reconnects
             self._services.send(peer.address, Stop())
             return
         self._services.accept(peer.address)
@@ -300,7 +300,7 @@ class Orchestrator:
     # ------------------------------------------------------------ the cause of a death
 
     def _blame(self, role: Role, named: int) -> None:
-        """A service died: suspect those that it worked for, and stop trying the guilty."""
+        """Suspect the requests that a dead service worked for, and end the guilty ones."""
         in_flight = {
             request.sequence.number: len(request.sequence.tokens)
             for request in self._requests.running.values()
@@ -311,7 +311,7 @@ class Orchestrator:
             request = self._requests.running[number]
             _log.error("the %s died of this request", role, extra=request.ids)
             if role == "drafter":
-                request.has_drafter_ban = True  # the answer is the same without one
+                request.has_drafter_ban = True  # the answer is the same without a drafter
                 continue
             reason = f"the verifier died {self._max_deaths} times while it worked on this request, "
             reason += "which is not tried again (max_deaths)"
@@ -325,7 +325,7 @@ class Orchestrator:
                 self._open_requests(role)
 
     def _open_requests(self, role: Role) -> None:
-        """Let the service of this role work for all requests that it may work for."""
+        """Open all requests at the service of this role that it may work for."""
         if (peer := self._registry.peers.get(role)) is None:
             return
         running = self._requests.running

@@ -19,7 +19,7 @@ from protocol.messages import (
 )
 
 _MOST_SEQUENCES = 64
-"""Sequences that are described one by one."""
+"""Most sequences that are described one by one."""
 _MISSING = {
     "verifier": "there is no verifier at the moment: requests wait",
     "drafter": "there is no drafter at the moment: the target decodes plainly",
@@ -45,12 +45,12 @@ class StatusReporter:
         self._estimates = estimates
 
     def report(self, question: StatusRequest, *, serving: bool, dropped: int, now: float) -> Status:
-        """The answer to this question.
+        """Return the answer to a status request.
 
         Args:
-            question: what was asked.
-            serving: whether the client's request is answered or waits.
-            dropped: messages that could not be delivered, ever.
+            question: the status request.
+            serving: returns True if the client's request is in progress or waits.
+            dropped: messages that could not be delivered since the start.
             now: seconds of the monotonic clock.
         """
         registry, requests = self._registry, self._requests
@@ -77,8 +77,8 @@ class StatusReporter:
 
     def _list_problems(self) -> list[str]:
         registry = self._registry
-        wanted = ["verifier"] if registry.lookup_only else list(_MISSING)
-        sentences = [_MISSING[role] for role in wanted if role not in registry.peers]
+        roles = ["verifier"] if registry.lookup_only else list(_MISSING)
+        sentences = [_MISSING[role] for role in roles if role not in registry.peers]
         if registry.unreadable:
             sentences.append(
                 f"the drafter drafts without reading the target: {registry.unreadable}"
@@ -101,7 +101,7 @@ class StatusReporter:
 
 
 def describe_planner(planner: Planner, now: float) -> PlannerState:
-    """What this planner would do in the next round; `now` on the monotonic clock."""
+    """Describe this planner's plan for the next round; `now` on the monotonic clock."""
     switch = planner.estimates.switch(planner.mode)
     speculating = planner.should_speculate
     plain = planner.report_plain(now)

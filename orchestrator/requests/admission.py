@@ -1,4 +1,4 @@
-"""From a client's message to a request that can be decoded, or a sentence why not."""
+"""Admission: turn a client's message into a request, or explain why it cannot be decoded."""
 
 import logging
 from itertools import count
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request may ask for; 0 is no limit."""
+    """Limits of a request; 0 is unlimited."""
 
     max_prompt_tokens: int = 0
     max_stop_strings: int = 0
@@ -33,7 +33,7 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: OrchestratorSettings) -> Self:
-        """Those of a stack."""
+        """Return the limits in a stack's settings."""
         return cls(
             max_prompt_tokens=settings.max_prompt_tokens,
             max_stop_strings=settings.max_stop_strings,
@@ -59,7 +59,7 @@ class Admission:
         self._numbers = count(1)
 
     def check(self, message: Generate) -> None:
-        """Check what can be checked before the prompt is known; errors as for `admit`."""
+        """Check everything that does not depend on the prompt; errors as for `admit`."""
         check_sampling(message.sampling)
         limit = self._limits.max_stop_strings
         if 0 < limit < len(message.stop):
@@ -85,13 +85,13 @@ class Admission:
         memory_limit: str = "",
         now: float,
     ) -> Request:
-        """A request that waits for its turn; `context_length` 0 is unlimited.
+        """Create a request that waits for its turn; `context_length` 0 is unlimited.
 
-        `memory_limit`: what the length follows from, if that is memory.
+        `memory_limit`: the reason for the length, if memory limits it.
 
         Raises:
             UsageError: the prompt is empty, too long, or not of this vocabulary, or the
-                sampling parameters contradict each other.
+                sampling parameters are contradictory.
         """
         self._check_prompt(prompt, context_length, memory_limit)
         self._estimates.on_new_text(message.mode)
@@ -129,7 +129,7 @@ class Admission:
         )
 
     def _complete(self, sampling: Sampling, prompt_length: int, most_tokens: int) -> Sampling:
-        """With what the models need to know of this request to process its logits."""
+        """Add the fields that the models need to process the logits of this request."""
         options = sampling.logits_options
         if options is None:
             return sampling
@@ -178,11 +178,11 @@ class Admission:
 
 
 def share_of(peer: bytes, message: Generate) -> tuple[str, int]:
-    """With whose requests one shares, and which of that client's it belongs to."""
+    """Return the client that the request counts for, and its group among that client's requests."""
     return message.client or peer.hex(), message.group or message.request
 
 
 def _count_most_tokens(message: Generate, prompt_length: int, context_length: int) -> int:
-    """What its KV may have to hold at its end."""
+    """Return the most tokens that its KV may hold at its end."""
     most = prompt_length + message.max_tokens
     return min(most, context_length) if context_length else most

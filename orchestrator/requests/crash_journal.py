@@ -1,10 +1,10 @@
-"""Which request this process is at work for, in a file that outlives it.
+"""Crash journal: a file that names the request in progress and outlives the process.
 
-A request that ends the orchestrator (a crash inside a library, a hang that the supervisor
-ends) would be asked again by its client after each restart. So the file always names the
-request at hand. A new process reads in it what its predecessor died of, and refuses a
-request of which too many have died at the same place. A request that fails by an ordinary
-exception needs none of this: it ends alone (`executor`).
+A client would retry a request that kills the orchestrator (a crash inside a library, a hang that
+the supervisor ends) after every restart. The file therefore always names the current request. A new
+process reads in it what killed its predecessor, and refuses a request that has caused too many
+deaths at the same place. A request that fails by an ordinary exception needs none of this: it ends
+alone (`executor`).
 """
 
 import contextlib
@@ -28,29 +28,29 @@ _LENGTH_BYTES = 4
 _BYTES = _DIGEST_BYTES + _LENGTH_BYTES
 _NOBODY = bytes(_BYTES)
 _SAME_PLACE = 32
-"""Tokens by which two deaths may differ and still be the same: a few rounds."""
+"""Two deaths within this many tokens count as the same place: a few rounds."""
 _MOST_REMEMBERED = 1000
 _BAN_S = 600.0
-"""How long a request is refused of which a service died: clients repeat what fails."""
+"""How long a request that killed a service is refused: clients retry what fails."""
 
 
 class _Deaths(msgspec.Struct, forbid_unknown_fields=True):
-    """Of one request."""
+    """The deaths that one request caused."""
 
     count: int
     length: int
-    """Its tokens at the last one."""
+    """Number of its tokens at the last death."""
 
 
 def fingerprint(message: Generate) -> bytes:
-    """The same for the same request, whichever client asks, whenever, and with what seed."""
+    """Return a digest that ignores the client, the time and the seed."""
     sampling = msgspec.structs.replace(message.sampling, seed=0)
     plain = msgspec.structs.replace(message, request=0, client="", group=0, sampling=sampling)
     return hashlib.blake2b(encode(plain), digest_size=_DIGEST_BYTES).digest()
 
 
 class CrashJournal:
-    """Without a folder it remembers nothing."""
+    """The journal of one process; without a folder it records nothing."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CrashJournal:
         self._page: mmap.mmap | bytearray = bytearray(_BYTES)
         self._clock = clock
         self._banned: dict[bytes, float] = {}
-        """Since when."""
+        """Time of the ban by digest."""
         if folder is not None and folder.is_dir():
             self._file = folder / "deaths.json"
             self._open(folder / "at_work")
@@ -93,27 +93,27 @@ class CrashJournal:
         write_atomically(self._file, msgspec.json.encode(self._deaths))
 
     def is_guilty(self, digest: bytes) -> bool:
-        """Whether this process, or a service, died of the request too often to try it again."""
+        """Return True if the request killed this process or a service too often to be retried."""
         if self._clock() - self._banned.get(digest, -_BAN_S) < _BAN_S:
             return True
         deaths = self._deaths.get(digest.hex())
         return deaths is not None and deaths.count >= self._max_deaths
 
     def ban(self, digest: bytes) -> None:
-        """A service died of the request too often: it is not to be tried again for a while.
+        """Refuse a request for a while because a service died of it too often.
 
-        Not for ever: it may have been there by coincidence.
+        The ban expires: the request may have been present by coincidence.
         """
         self._banned[digest] = self._clock()
         for oldest in list(self._banned)[:-_MOST_REMEMBERED]:
             del self._banned[oldest]
 
     def enter(self, digest: bytes, length: int) -> bytes:
-        """Note the request at hand, of this many tokens; returns what to `leave` to."""
+        """Record the current request at this length; return the token for `leave`."""
         before = bytes(self._page[:])
         self._page[:] = digest + length.to_bytes(_LENGTH_BYTES, "little")
         return before
 
     def leave(self, before: bytes) -> None:
-        """The request at hand is the one before, or none."""
+        """Restore the previous current request, or none."""
         self._page[:] = before

@@ -1,10 +1,10 @@
-"""The order in which requests decode: places are shared by client, then by request. Pure.
+"""Fair scheduling: places are shared by client, then by request. Pure.
 
-The sequences of one request (its `n` answers) are decoded one after the other while others wait.
-A place goes to the client that holds fewest, and within it to the request that holds fewest;
-of equals, to the one that was served longest ago. A request with more than its share gives a place
-up at once, and where there are more requests than places, each holds one in turn. In a crowd
-there are more places than usual, since their number decides how long each request waits.
+The sequences of one request (its `n` answers) are decoded one after the other while others wait. A
+place goes to the client that holds fewest, and within it to the request that holds fewest; ties go
+to the least recently served. A request with more than its share gives a place up at once, and if
+there are more requests than places, each holds one in turn. Under heavy load there are more places
+than usual, since their number determines how long each request waits.
 """
 
 import itertools
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 _ROUND_S = 0.6
-"""For how long a request is put aside, where all others hold a place as long as it did."""
+"""Time slice: a request is put aside for this long if every other uses a full slice."""
 _MOST_ROUNDS = 4
-"""If each request had to wait for more of them, there are more places."""
+"""If a request had to wait for more rounds than this, places are added."""
 _MOST_PLACES = 4
-"""Multiple of those that were asked for: a pass over a few sequences costs little more."""
+"""Limit of places as a multiple of the configured number: a batch costs little more."""
 _SHORTEST_STINT_S = 0.1
-"""Less is not worth the change."""
+"""Shorter slices are not worth the switch."""
 
 Client = tuple[bool, str]
-"""A client: if its requests yield to all others, and its name."""
+"""A client: True if its requests yield to all others, and its name."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Claim:
     """A sequence that wants a place."""
 
     number: int
-    """Of the sequence: lower ones of a request come first."""
+    """Number of the sequence: lower ones of a request come first."""
     client: Client
     group: int
-    """Of the client's request."""
+    """Group of the client's request."""
 
     @property
     def request(self) -> tuple[Client, int]:
-        """The request that it belongs to, among all clients'."""
+        """The request that it belongs to, among all clients' requests."""
         return self.client, self.group
 
 
@@ -46,8 +46,8 @@ class Claim:
 class _Hold:
     claim: Claim
     since: float
-    has_begun: bool = False
-    """True once it has decoded anything since then."""
+    has_decoded: bool = False
+    """True once it has decoded anything in this place."""
 
 
 class FairShares:
@@ -57,11 +57,11 @@ class FairShares:
         self._places = places
         self._held: dict[int, _Hold] = {}
         self._parked: dict[int, Claim] = {}
-        """Prompts that are still being computed after their time was over; they hold no place."""
+        """Claims without a place whose prompts are still computed after their time slice."""
         self._lines: dict[Client, dict[int, dict[int, Claim]]] = {}
-        """Claims that wait, by client, request and number."""
+        """Waiting claims by client, request and number."""
         self._turns: dict[Client | tuple[Client, int], int] = {}
-        """The order in which clients and requests were served last."""
+        """Turn in which each client and request was last served."""
         self._numbers = itertools.count()
 
     @property
@@ -71,7 +71,7 @@ class FairShares:
 
     @property
     def requests_waiting(self) -> int:
-        """Requests of which a sequence waits and none is at work."""
+        """Number of requests with a waiting sequence and none in a place."""
         at_work = {claim.request for claim in self._at_work()}
         return sum(
             (client, group) not in at_work
@@ -80,13 +80,13 @@ class FairShares:
         )
 
     def add(self, claim: Claim) -> None:
-        """It waits from now on."""
+        """Put a claim in the queue."""
         for key in (claim.client, claim.request):
             self._turns.setdefault(key, next(self._numbers))
         self._lines.setdefault(claim.client, {}).setdefault(claim.group, {})[claim.number] = claim
 
     def remove(self, claim: Claim) -> None:
-        """It is over, wherever it was."""
+        """Remove a claim, wherever it is."""
         self._held.pop(claim.number, None)
         self._parked.pop(claim.number, None)
         self._leave_line(claim)
@@ -106,14 +106,14 @@ class FairShares:
         group = min(groups, key=lambda g: (requests[client, g], self._turns[client, g]))
         return groups[group][min(groups[group])]
 
-    def take(self, claim: Claim, now: float) -> None:
-        """It is given a place."""
+    def grant(self, claim: Claim, now: float) -> None:
+        """Give the claim a place."""
         self._leave_line(claim)
         self._held[claim.number] = _Hold(claim, now)
         self._move_back(claim)
 
-    def begin(self, number: int, now: float) -> bool:
-        """It has decoded something; False if it holds no place and there is none for it."""
+    def on_tokens(self, number: int, now: float) -> bool:
+        """Record that it has decoded; return False if it holds no place and none is free."""
         hold = self._held.get(number)
         if hold is None and (parked := self._parked.get(number)) is not None:
             if not self.has_place:
@@ -121,19 +121,19 @@ class FairShares:
             del self._parked[number]
             hold = self._held[number] = _Hold(parked, now)
         if hold is not None:
-            hold.has_begun = True
+            hold.has_decoded = True
         return True
 
     def park(self, claim: Claim) -> bool:
-        """Go on with its prompt without a place; False if that is computed, or too many do."""
-        if self._held[claim.number].has_begun or len(self._parked) >= self._count_places():
+        """Continue its prompt without a place; return False if that is done, or too many do."""
+        if self._held[claim.number].has_decoded or len(self._parked) >= self._count_places():
             return False
         del self._held[claim.number]
         self._parked[claim.number] = claim
         return True
 
     def give_up(self, claim: Claim) -> None:
-        """It waits again, behind all others."""
+        """Give up its place and put it behind all others."""
         self._held.pop(claim.number, None)
         self._parked.pop(claim.number, None)
         self.add(claim)
@@ -157,7 +157,7 @@ class FairShares:
                     excess = inf if held.client[0] else 0
             held_s = now - hold.since
             is_due = excess > 1 or (excess == 1 and held_s >= stint_s)
-            # Of one request, the sequences that were begun last wait first.
+            # Of one request, the sequences that started last wait first.
             rank = (excess, held_s if excess == 1 else held.number)
             if is_due and rank > best_rank:
                 best, best_rank = held, rank
@@ -165,15 +165,15 @@ class FairShares:
 
     @property
     def _stint_s(self) -> float:
-        """How long a place is held where others wait for one that hold none."""
+        """Time slice for a place if a request waits that holds none."""
         rounds = ceil(max(1, self.requests_waiting) / self._count_places())
         return max(_SHORTEST_STINT_S, _ROUND_S / rounds)
 
     def _count_places(self) -> int:
-        """Count the places: as many as were asked for, or more in a crowd."""
+        """Return the number of places: the configured one, or more under heavy load."""
         requests = sum(len(groups) for groups in self._lines.values())
-        wanted = ceil(requests / _MOST_ROUNDS)
-        return min(_MOST_PLACES * self._places, max(self._places, wanted))
+        needed = ceil(requests / _MOST_ROUNDS)
+        return min(_MOST_PLACES * self._places, max(self._places, needed))
 
     def _count_held(self) -> tuple[Counter[Client], Counter[tuple[Client, int]]]:
         claims = [hold.claim for hold in self._held.values()]
@@ -198,6 +198,6 @@ class FairShares:
             self._lines.pop(claim.client, None)
 
     def _move_back(self, claim: Claim) -> None:
-        """Its client and its request are the last of their equals now."""
+        """Move its client and its request behind their equals."""
         for key in (claim.client, claim.request):
             self._turns[key] = next(self._numbers)

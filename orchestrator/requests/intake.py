@@ -1,4 +1,4 @@
-"""What happens to a client's request before it waits for its turn: limits, prompt, admission."""
+"""Request intake: limits, prompt and admission, before a request waits for its turn."""
 
 import logging
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Intake:
     """Turns `Generate` messages into requests in the queue, or rejects them.
 
     Args:
-        on_admitted: called when there is something new in the queue.
+        on_admitted: called after a request has entered the queue.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Intake:
         self._journal = journal
         self._on_admitted = on_admitted
         self.closed_because = ""
-        """Why no request can be answered any more, if so."""
+        """Reason why no further request can be answered, if so."""
         self.context_length = 0
-        """What the current target can attend to; 0 means unlimited, or that there is none."""
+        """Context length of the current target; 0 if it is unlimited, or there is no target."""
         self.memory_limit = ""
-        """What that follows from, if it is memory."""
+        """The memory limit behind the context length, if there is one."""
 
     def is_known(self, peer: bytes, number: int) -> bool:
-        """Whether this client's request is answered or waits."""
+        """Return True if this client's request is in progress or waits."""
         return (peer, number) in self._prompts or self._queue.find(peer, number) is not None
 
     def on_generate(self, peer: bytes, message: Generate, now: float) -> None:
-        """A client asks; the answer is in the queue, a rejection, or on its way."""
+        """Accept a client's request: queue it, reject it, or have its prompt tokenised."""
         if self.is_known(peer, message.request):
-            return  # it was asked again
+            return  # a repeated request
         if self.closed_because:
             self._reject(peer, message, self.closed_because, "unavailable")
         elif self._queue.is_full(self._arriving(), share_of(peer, message)):
@@ -76,7 +76,7 @@ class Intake:
         return [share_of(peer, message) for (peer, _), message in self._prompts]
 
     def collect(self, now: float) -> None:
-        """Go on with the requests whose prompts were tokenised meanwhile."""
+        """Continue with the requests whose prompts have been tokenised."""
         for (peer, _), message, result in self._prompts.collect():
             if isinstance(result, SsdError):
                 self._reject(peer, message, str(result), _kind_of(result))
@@ -84,7 +84,7 @@ class Intake:
                 self._guard(peer, message, partial(self._admit, peer, message, result, now))
 
     def cancel(self, peer: bytes, number: int, now: float) -> bool:
-        """Forget a request whose prompt is not ready; False if there is no such request."""
+        """Forget a request whose prompt is not ready; return False if there is no such request."""
         if not self._prompts.cancel((peer, number)):
             return False
         statistics = Recorder(now).summarise()
@@ -93,11 +93,11 @@ class Intake:
         return True
 
     def ban(self, digest: bytes) -> None:
-        """Refuse a request that this one is a copy of; a service died of it."""
+        """Refuse further copies of a request that killed a service."""
         self._journal.ban(digest)
 
     def _guard(self, peer: bytes, message: Generate, work: Callable[[bytes], None]) -> None:
-        """Do this; whatever goes wrong in it rejects this request alone."""
+        """Run this work; any error in it rejects this request alone."""
         try:
             digest = fingerprint(message)
             if self._journal.is_guilty(digest):

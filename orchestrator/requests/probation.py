@@ -1,9 +1,9 @@
-"""Finds the request on whose account a service keeps dying. Pure.
+"""Finds the request that keeps killing a service. Pure.
 
-All requests that a service was at work for when it died are suspects. Its successor gets
-them one at a time, beside none but cleared ones: a suspect is cleared when it has gone on
-well beyond where it was. New requests wait for that. A request that was there for too many
-deaths without getting on is guilty; an innocent one is, only by coincidence.
+All requests that a service worked for when it died are suspects. Its successor gets them one at a
+time, together only with cleared ones: a suspect is cleared when it has progressed well beyond the
+place of the death. New requests wait for that. A request that was present at too many deaths
+without progress is guilty; an innocent one is convicted only by coincidence.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,22 +17,22 @@ _CLEARED_BY = 16
 class _Suspect:
     deaths: int = 0
     length: int = 0
-    """Of its tokens at the last death."""
+    """Number of its tokens at the last death."""
 
 
 class Probation:
-    """Of the requests at one service; requests are named by their sequence's number."""
+    """The suspects at one service; requests are identified by their sequence's number."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
         self._suspects: dict[int, _Suspect] = {}
 
     def on_death(self, in_flight: Mapping[int, int], named: int = 0) -> list[int]:
-        """The service died; returns the requests that are guilty.
+        """Record a death of the service; return the requests that are guilty.
 
         Args:
-            in_flight: those that it was at work for, with the number of their tokens.
-            named: the one that the service itself named last, which is tried first.
+            in_flight: requests that the service worked for, with the number of their tokens.
+            named: the sequence that the service itself named last, which is retried first.
         """
         order = sorted(in_flight, key=lambda number: number != named)
         for number in order:
@@ -44,7 +44,7 @@ class Probation:
         return guilty
 
     def select(self, candidates: Iterable[int], at_work: Iterable[int]) -> list[int]:
-        """Which of the candidates the service may work for now, beside those it works for."""
+        """Return the candidates that the service may work for now, in addition to `at_work`."""
         waiting = list(candidates)
         if not self._suspects:
             return waiting
@@ -54,7 +54,7 @@ class Probation:
         return waiting if first is None else [first]
 
     def on_progress(self, number: int, length: int) -> bool:
-        """A request has this many tokens now; True if that clears it."""
+        """Record a request's number of tokens; return True if that clears it."""
         suspect = self._suspects.get(number)
         if suspect is None or length < suspect.length + _CLEARED_BY:
             return False
@@ -62,5 +62,5 @@ class Probation:
         return True
 
     def remove(self, number: int) -> None:
-        """The request is over."""
+        """Forget a request that has ended."""
         self._suspects.pop(number, None)

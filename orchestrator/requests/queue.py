@@ -1,4 +1,4 @@
-"""The requests that are decoded, and those that wait for their turn and for memory."""
+"""The running requests, and those that wait for their turn and for memory."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,11 +9,11 @@ from orchestrator.telemetry.window_stats import StatsWindow
 from protocol.messages import WindowStats
 
 _MOST_ANSWERS = 16
-"""Sequences in line for each request that may be there: those of one request count as one."""
+"""Waiting sequences per allowed request; those of one request count as one."""
 
 
 class RequestQueue:
-    """Places are shared fairly (`fair_shares`); memory is given in the same order.
+    """Requests in line; `fair_shares` decides the order of places and of memory.
 
     Background requests are overtaken by all others.
     """
@@ -21,9 +21,9 @@ class RequestQueue:
     def __init__(self, most: int, most_waiting: int) -> None:
         self._most_waiting = most_waiting
         self.running: dict[int, Request] = {}
-        """By the number of their sequence: those that the services know, held ones included."""
+        """Requests that the services know by sequence number, including held ones."""
         self._held: dict[int, Request] = {}
-        """Those of them that wait for their next turn, the last one last."""
+        """Running requests that wait for their next turn, the last one last."""
         self.waiting: dict[int, Request] = {}
         self._shares = FairShares(most)
         self._window = StatsWindow()
@@ -33,12 +33,12 @@ class RequestQueue:
         self.waiting[request.sequence.number] = request
         self._shares.add(_claim_of(request))
 
-    def is_full(self, arriving: Iterable[tuple[str, int]], own: tuple[str, int]) -> bool:
-        """Check if as many requests wait as may.
+    def is_full(self, arriving: Iterable[tuple[str, int]], asking: tuple[str, int]) -> bool:
+        """Return True if the queue is full.
 
         Args:
-            arriving: client and group of others that are on their way into the line.
-            own: client and group of the one that asks.
+            arriving: client and group of other requests that are about to enter the queue.
+            own: client and group of the new request.
         """
         most = self._most_waiting
         if not most:
@@ -46,40 +46,40 @@ class RequestQueue:
         waiting = [*self.waiting.values(), *self._held.values()]
         others = [*arriving, *((one.client, one.group) for one in waiting)]
         full = len(others) >= _MOST_ANSWERS * most
-        return full or len({*others} - {own}) >= most
+        return full or len({*others} - {asking}) >= most
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many run, and how many wait."""
+        """Number of running and of waiting requests."""
         held = len(self._held)
         return len(self.running) - held, len(self.waiting) + held
 
     def start(self, kv_tokens: int, now: float) -> Iterator[Request]:
         """Start the requests whose turn has come, one by one; each counts as running at once.
 
-        `kv_tokens` is what the target's KV may hold, 0 for any number. A request is given
-        room for the longest answer that it may get, so none runs out of it later; alone it
-        always fits, since its context is limited to that much.
+        `kv_tokens` is the KV capacity of the target, 0 for unlimited. A request reserves room for
+        its longest possible answer, so none runs out of it later; alone it always fits, since its
+        context is limited to that capacity.
         """
         while self._shares.has_place and (request := self._find_next()) is not None:
             if not self._fits(request, kv_tokens):
                 return
             number = request.sequence.number
-            self._shares.take(_claim_of(request), now)
+            self._shares.grant(_claim_of(request), now)
             self._held.pop(number, None)
             self.waiting.pop(number, None)
             self.running[number] = request
             yield request
 
     def find_useless(self, kv_tokens: int) -> Request | None:
-        """A request whose memory the next one needs while it waits itself."""
+        """Return a waiting request whose memory the next one needs."""
         request = self._find_next()
         if request is None or self._fits(request, kv_tokens) or not self._held:
             return None
         return self._held[next(reversed(self._held))]
 
     def find_victim(self, kv_tokens: int, now: float) -> Request | None:
-        """A request at work that has to make room for the next one; None if there is none."""
+        """Return the running request that has to make room for the next one, or None."""
         request = self._find_next()
         if request is None or (self._shares.has_place and self._fits(request, kv_tokens)):
             return None
@@ -93,7 +93,7 @@ class RequestQueue:
         return self._held.get(claim.number) or self.waiting[claim.number]
 
     def _fits(self, request: Request, kv_tokens: int) -> bool:
-        """Check that there is room for it with all that the services know."""
+        """Return True if it fits together with all requests that the services know."""
         others = [one.most_tokens for one in self.running.values() if one is not request]
         return not others or not 0 < kv_tokens < sum(others) + request.most_tokens
 
@@ -102,31 +102,31 @@ class RequestQueue:
         """True if any request waits for its turn."""
         return bool(self.waiting or self._held)
 
-    def begin(self, request: Request, now: float) -> bool:
-        """It has decoded something; False if it has to wait now (`hold`)."""
-        return self._shares.begin(request.sequence.number, now)
+    def on_tokens(self, request: Request, now: float) -> bool:
+        """Record that it has decoded; return False if it has to wait now (`hold`)."""
+        return self._shares.on_tokens(request.sequence.number, now)
 
     def park(self, request: Request) -> bool:
-        """Let it compute its prompt without a place; False if it has to wait (`hold`)."""
+        """Let it compute its prompt without a place; return False if it has to wait (`hold`)."""
         return self._shares.park(_claim_of(request))
 
     def hold(self, request: Request) -> None:
-        """It waits for its next turn, and keeps its memory."""
+        """Make it wait for its next turn; it keeps its memory."""
         self._held[request.sequence.number] = request
         self._shares.give_up(_claim_of(request))
 
     def evict(self, request: Request) -> None:
-        """It goes on waiting without memory."""
+        """Make it wait without memory."""
         number = request.sequence.number
         del self._held[number]
         self.waiting[number] = self.running.pop(number)
 
     def find(self, peer: bytes, number: int) -> Request | None:
-        """A client's request by its own number, if it is not over."""
+        """Return a client's request by the client's number, if it is not over."""
         return next((r for r in self if (r.peer, r.number) == (peer, number)), None)
 
     def remove(self, request: Request) -> None:
-        """The request is over."""
+        """Remove a request that has ended."""
         self._window.end(request.sequence.recorder)
         self.running.pop(request.sequence.number, None)
         self._held.pop(request.sequence.number, None)
@@ -134,12 +134,12 @@ class RequestQueue:
         self._shares.remove(_claim_of(request))
 
     def update_window(self, now: float) -> None:
-        """Keep the statistics of the last seconds; call at every wake-up."""
+        """Update the statistics of the last seconds; call at every wake-up."""
         if self._window.wake(now, busy=bool(self.running)):
             self._window.sample(now, self._recorders())
 
     def recent(self, now: float) -> WindowStats:
-        """What all requests did in the last seconds."""
+        """Return the statistics of all requests in the last seconds."""
         return self._window.recent(now, self._recorders())
 
     def _recorders(self) -> Iterator[Recorder]:

@@ -1,4 +1,4 @@
-"""One request between its client and its sequence: its text so far, and the last messages."""
+"""One request between its client and its sequence: its text so far, and its last messages."""
 
 import logging
 from collections.abc import Iterable
@@ -30,61 +30,61 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Request:
-    """What a client asked for, while it is answered or waits."""
+    """A client's request while it is answered or waits."""
 
     peer: bytes
     number: int
-    """The client's own number of it."""
+    """The client's number for it."""
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
     digest: bytes = bytes(16)
-    """Names the request in the crash journal."""
+    """Identifies the request in the crash journal."""
     most_tokens: int = 0
-    """What its KV may have to hold at its end."""
+    """Most tokens that its KV may hold at its end."""
     cached_tokens: int | None = None
     """Prompt tokens that the target did not have to compute; None while it computes."""
     computed_tokens: int = 0
     """Prompt tokens that the target has, while it computes."""
     wants_progress: bool = False
-    """Whether its client wants to know that."""
+    """True if its client asked for prefill progress."""
     frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Outcome of the verification in flight -> the encoded `Verify` that it leads to."""
+    """Encoded `Verify` that follows each outcome of the verification in flight."""
     deadline: float | None = None
-    """When to stop waiting for the service that the sequence waits for."""
+    """End of the wait for the service that the sequence waits for."""
     is_stopped: bool = False
-    """A stop string is complete; what the round in flight adds is not part of the answer."""
+    """True once a stop string is complete; the round in flight adds nothing to the answer."""
     is_unreachable: bool = False
-    """A message did not reach the client, which will ask again."""
+    """True if a message did not reach the client, which will retry."""
     client: str = ""
-    """With whose requests it shares."""
+    """The client that its share is counted for."""
     group: int = 0
     """Shared by all answers to one of that client's requests."""
     is_background: bool = False
-    """Others may go before it."""
+    """True if other requests may overtake it."""
     is_over: bool = False
-    """Its client got the last message."""
+    """True once its client got the last message."""
     open_at: set[Role] = field(default_factory=set)
     """The services that it was opened at."""
     has_had_drafter: bool = False
-    """A drafter worked for it; the next one is a replacement."""
+    """True once a drafter worked for it; the next one is a replacement."""
     has_drafter_ban: bool = False
-    """Drafters died of it: it is decoded without one."""
+    """True if drafters died of it: it is decoded without one."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether no drafter was asked for."""
+        """True if it uses no drafter."""
         return self.sequence.planner.mode == "ar"
 
     @property
     def draws(self) -> bool:
-        """Whether its drafts carry the distributions that they were drawn from."""
+        """True if its drafts carry the distributions that they were sampled from."""
         return self.sequence.planner.sampled
 
     # ------------------------------------------------------------ services
 
     def on_service_up(self, hello: Hello) -> list[Action]:
-        """It meets a service for the first time."""
+        """Open the sequence at a service that it meets for the first time."""
         if hello.role == "drafter":
             self.has_had_drafter = True
             self.sequence.recorder.drafter = f"{hello.backend} {Path(hello.model).name}".strip()
@@ -96,7 +96,7 @@ class Request:
         )
 
     def on_service_replaced(self, hello: Hello) -> list[Action]:
-        """A service takes the place of another while the request runs."""
+        """Move the sequence to a service that replaces another one."""
         if hello.role == "verifier":
             self.sequence.recorder.verifier_restarts += int(self.sequence.round > 0)
         else:
@@ -104,7 +104,7 @@ class Request:
         return self.on_service_lost(hello.role, "drafter_swapped")
 
     def on_service_lost(self, role: Role, reason: str) -> list[Action]:
-        """A service is gone; `reason` is counted if the target waited for a draft."""
+        """Handle the loss of a service; `reason` is counted if the target waited for a draft."""
         self.open_at.discard(role)
         if role == "drafter":
             return self.sequence.on_drafter_lost(reason)
@@ -113,18 +113,18 @@ class Request:
         return []
 
     def suspend(self) -> list[Action]:
-        """Give its memory to others; it goes on from its committed tokens."""
+        """Release its memory; it resumes from its committed tokens."""
         self.open_at.clear()
         self.frames.clear()
         return self.sequence.suspend()
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
-        """The drafter sent one depth."""
+        """Handle one depth of a draft."""
         self.sequence.recorder.add_tree(tree, now)
         return self.sequence.on_tree(tree, now)
 
     def on_prefilled(self, message: Prefilled, role: Role, now: float) -> list[Action]:
-        """A service has computed the tokens so far; again after each restart."""
+        """Handle a completed prefill: at the start, and again after each restart."""
         self.sequence.recorder.add_prefill(role, message, now)
         if role == "drafter":
             self.sequence.on_drafter_filled()
@@ -137,7 +137,7 @@ class Request:
     def add_tokens(
         self, tokens: Tokens, origins: list[TokenOrigin], logprobs: Iterable[TokenLogprobs] = ()
     ) -> Text:
-        """The message for newly emitted tokens, cut after the one that completes a stop string."""
+        """Return the message for new tokens, cut after the one that completes a stop string."""
         _log.debug("%d tokens", len(tokens), extra=self.ids)
         pieces: list[str] = []
         for token, entry in zip(tokens, chain(logprobs, repeat(None)), strict=False):
@@ -157,7 +157,7 @@ class Request:
         )
 
     def on_prefill_progress(self, length: int) -> Progress | None:
-        """The target has computed a part of the prompt; what its client is to know of that."""
+        """Handle prefill progress; return the message for a client that wants it."""
         self.computed_tokens = min(length, self.prompt_tokens)
         if not self.wants_progress:
             return None
@@ -169,9 +169,9 @@ class Request:
         )
 
     def last_messages(self, reason: FinishReason, error: str) -> list[Text | Finished]:
-        """Text that was held back until the end, and the end itself.
+        """Return the text that was held back until the end, and the end itself.
 
-        Nothing for a client that missed something: to it, an end would look like a whole answer.
+        Empty for a client that missed a message: an end would make its answer look complete.
         """
         if self.is_stopped and reason in ("length", "context"):
             reason = "stop"  # the stop string is complete before the last token
@@ -202,6 +202,6 @@ class Request:
 
     @property
     def ids(self) -> dict[str, dict[str, int | str]]:
-        """What its log entries carry."""
+        """Fields of its log entries."""
         sequence = self.sequence
         return about(request=self.number, sequence=sequence.number, round=sequence.round)

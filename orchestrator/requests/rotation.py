@@ -5,21 +5,21 @@ from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
 
 _MOST_CHANGES = 64
-"""At once, so that other messages are read in between."""
+"""Changes per call, so that other messages are read in between."""
 
 
 class Rotation:
-    """Carries out what the queue decides."""
+    """Executes the queue's decisions."""
 
     def __init__(self, requests: RequestQueue, executor: Executor) -> None:
         self._requests = requests
         self._executor = executor
 
     def advance(self, kv_tokens: int, now: float) -> None:
-        """Start the requests whose turn has come, and have others make room where that is fair.
+        """Start the requests whose turn has come; have others make room if that is fair.
 
         Args:
-            kv_tokens: what the target's KV may hold (`RequestQueue.start`).
+            kv_tokens: KV capacity of the target (`RequestQueue.start`).
             now: the time.
         """
         for _ in range(_MOST_CHANGES):
@@ -33,8 +33,8 @@ class Rotation:
                 self._hold(victim)
 
     def on_tokens(self, request: Request, now: float) -> None:
-        """It has decoded something; if its place is another's by now, it waits."""
-        if not self._requests.begin(request, now):
+        """Record that a request has decoded; hold it if its place now belongs to another."""
+        if not self._requests.on_tokens(request, now):
             self._hold(request)
 
     def _hold(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class Rotation:
             self._requests.hold(request)
 
     def _evict(self, request: Request) -> None:
-        """Take its memory from a request that waits; the services keep its KV while they can."""
+        """Free the memory of a waiting request; the services keep its KV while they can."""
         self._executor.run(request, request.suspend)
         if not request.is_over:
             self._requests.evict(request)

@@ -1,8 +1,8 @@
-"""How long each request waits for a service, and what happens then. Pure; times in seconds.
+"""Deadlines of the waits for services, and their consequences. Pure; times in seconds.
 
-The wait for a verification ends the request. The wait for a draft only ends the waiting: it
-lasts while a draft is likely to come and not much longer, and begins anew with each depth
-that arrives. A drafter that has failed to deliver is given hardly any time until it sends
+A verification that misses its deadline ends the request. A draft that misses it only ends the wait:
+that wait lasts while a draft is likely to arrive and not much longer, and starts again with each
+depth that arrives. A drafter that has failed to deliver gets a very short wait until it sends
 something again.
 """
 
@@ -14,14 +14,14 @@ from orchestrator.sequence.actions import Action
 from orchestrator.sequence.phase import Phase
 
 _FIRST_DRAFT_WAIT_S = 0.5
-"""Where no draft has been timed yet."""
+"""Wait for a draft before any draft has been timed."""
 _SHORTEST_DRAFT_WAIT_S = 0.05
 _USUAL_TIMES = 10.0
-"""The longest wait for a draft, as a multiple of the usual time per depth."""
+"""Longest wait for a draft, as a multiple of the usual time per depth."""
 _PASSES = 4.0
-"""The same in passes of the target, which decodes plainly meanwhile if nobody waits."""
+"""Longest wait in passes of the target, which would otherwise decode plainly."""
 _LATE_WAIT_S = 0.02
-"""The wait for a drafter that did not deliver the last time."""
+"""Wait for a drafter that did not deliver the last time."""
 
 
 class Timeouts:
@@ -36,7 +36,7 @@ class Timeouts:
 
     @property
     def draft_wait_s(self) -> float:
-        """Longest wait for the next depth of a draft, given how long one usually takes."""
+        """Longest wait for the next depth of a draft, from the usual time of one."""
         usual_ms, likely_s = self._estimates.draft_token_ms, _FIRST_DRAFT_WAIT_S
         if self._estimates.drafter_is_late:
             likely_s = _LATE_WAIT_S
@@ -47,13 +47,13 @@ class Timeouts:
 
     @property
     def _pass_ms(self) -> float:
-        """T_v(1) without a drafter beside it, or with one; 0 before either was measured."""
+        """T_v(1) with an idle drafter, or else with a busy one; 0 before either was measured."""
         curves = (self._estimates.plain_latency, self._estimates.verify_latency)
-        seen = [curve for curve in curves if curve.is_observed]
-        return next((curve.of(1) for curve in [*seen, *curves] if curve.is_known), 0.0)
+        observed = [curve for curve in curves if curve.is_observed]
+        return next((curve.of(1) for curve in [*observed, *curves] if curve.is_known), 0.0)
 
     def start(self, request: Request, now: float) -> None:
-        """Set the deadline of whatever the request now waits for."""
+        """Set the deadline of the service that the request now waits for."""
         match request.sequence.phase:
             case Phase.VERIFYING:
                 request.deadline = now + self._verify_timeout_s
@@ -65,13 +65,13 @@ class Timeouts:
                 request.deadline = None
 
     def on_draft(self, request: Request | None, now: float) -> None:
-        """The drafter delivered a depth; the next one may take as long again."""
+        """Extend the deadline after the drafter has delivered a depth."""
         self._estimates.drafter_is_late = False
         if request is not None and request.sequence.phase is Phase.DRAFTING:
             self.start(request, now)
 
     def find_late(self, requests: Iterable[Request], now: float) -> list[Request]:
-        """The requests that have waited for too long."""
+        """Return the requests that have waited for too long."""
         return [r for r in requests if r.deadline is not None and now >= r.deadline]
 
     def give_up(self, request: Request) -> list[Action]:
@@ -85,6 +85,6 @@ class Timeouts:
 
 
 def seconds_left(requests: Iterable[Request], at_most: float, now: float) -> float:
-    """Until the first deadline among these, between 0 and `at_most`."""
+    """Return the time until the first of these deadlines, between 0 and `at_most`."""
     deadlines = [request.deadline for request in requests if request.deadline is not None]
     return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))

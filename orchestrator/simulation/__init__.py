@@ -1,1 +1,1 @@
-"""The product's own decisions on a device, and with a pair of models, that are only described."""
+"""Simulation: the product's decisions on a modelled device with a modelled pair of models."""

@@ -1,6 +1,6 @@
-"""The draft of the one outcome that will come, as the modelled drafter grows it.
+"""The draft of the outcome that will occur, as the modelled drafter grows it.
 
-Drafts for other outcomes would be dropped unseen; planning for them is most of the work of a
+Drafts for other outcomes would be dropped anyway; planning for them is most of the work of a
 simulation.
 """
 
@@ -11,13 +11,13 @@ from protocol.messages import END_OF_BRANCH
 
 
 class BranchModel:
-    """Grows as `services.drafter.backends.growth` does: a chain, perhaps with siblings.
+    """Grows like `services.drafter.backends.growth`: a chain, perhaps with siblings.
 
     Args:
-        oracle: knows the target's tokens.
-        position: of the first draft token.
-        siblings: how many are named beside each token.
-        coming: which prepared outcome will come; None: none of them.
+        oracle: the script of the target's tokens.
+        position: position of the first draft token.
+        siblings: number of alternatives for each token.
+        coming: index of the prepared outcome that will occur, or None.
     """
 
     def __init__(self, oracle: Oracle, position: int, siblings: int, coming: int | None) -> None:

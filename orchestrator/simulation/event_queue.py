@@ -1,4 +1,4 @@
-"""Virtual time: what will happen, in order."""
+"""Virtual time: future events, in order."""
 
 import heapq
 from collections.abc import Callable
@@ -14,11 +14,11 @@ class EventQueue:
         self._order = count()
 
     def after(self, milliseconds: float, happen: Callable[[], None]) -> None:
-        """Let it happen so much later; events of one instant keep their order."""
+        """Schedule an event after this delay; simultaneous events keep their order."""
         heapq.heappush(self._events, (self.now + milliseconds, next(self._order), happen))
 
     def step(self) -> bool:
-        """Jump to the next event; False if there is none."""
+        """Jump to the next event; return False if there is none."""
         if not self._events:
             return False
         self.now, _, happen = heapq.heappop(self._events)

@@ -1,4 +1,4 @@
-"""A time that depends on a count: T_v(m) or T_d(B), as a user writes it down."""
+"""Latency as a function of a count, T_v(m) or T_d(B), in the notation of users."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from protocol.errors import UsageError
 
 
 class LatencyCurve:
-    """Milliseconds for a count: straight lines between the points, and on as the last one goes.
+    """Milliseconds for a count: linear between the points and beyond the last one.
 
     A single point is a constant: the time does not depend on the count.
     """
@@ -24,7 +24,7 @@ class LatencyCurve:
         self._times = [points[count] for count in self._counts]
 
     def of(self, count: int) -> float:
-        """The time for so many; never less than the shortest that was given."""
+        """Return the time for a count; at least the shortest time of any point."""
         counts, times = self._counts, self._times
         if len(counts) == 1 or count <= counts[0]:
             return times[0]
@@ -35,10 +35,10 @@ class LatencyCurve:
 
 
 def curve(text: float | str) -> LatencyCurve:
-    """Read `49` (the same for every count) or `1:49,2:54,4:62` (count:milliseconds).
+    """Parse `49` (the same for every count) or `1:49,2:54,4:62` (count:milliseconds).
 
     Raises:
-        UsageError: it is neither, saying so.
+        UsageError: the text has neither form.
     """
     try:
         if isinstance(text, str) and ":" in text:

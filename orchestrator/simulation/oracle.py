@@ -1,12 +1,12 @@
-"""A model of both models: what the target emits, and how well the drafter guesses each token.
+"""A statistical model of both models: the target's tokens, and how well the drafter guesses.
 
-As under the coupled rule, the answer is fixed beforehand. The drafter ranks candidates for
-each position; the target's token has some rank there. Rank 0, the drafted token, has
-probability alpha_p, the chance of acceptance at this position; the rank after a rejection
-follows the power law of `AcceptanceModel`. alpha_p has two sources of variation: easy and hard
-stretches of text, and a drafter's knowledge of single tokens (its confidence is alpha_p,
-drawn from a Beta law around the stretch's rate). What is not modelled: a candidate list
-that is better where the drafter is surer, and a confidence that is wrong on average.
+As under the coupled rule, the answer is fixed in advance. The drafter ranks candidates for each
+position; the target's token has some rank there. Rank 0, the drafted token, has probability
+alpha_p, the acceptance rate at this position; the rank after a rejection follows the power law of
+`AcceptanceModel`. alpha_p varies for two reasons: easy and hard stretches of text, and the
+drafter's knowledge of single tokens (its confidence is alpha_p, drawn from a Beta distribution
+around the stretch's rate). Not modelled: candidate lists that are better where the drafter is more
+confident, and confidence that is biased.
 """
 
 import numpy as np
@@ -20,11 +20,11 @@ _RANKS = 512
 """Ids per position: the candidate of rank i at position p is token p * _RANKS + i."""
 
 _AHEAD = 256
-"""Positions behind the answer's end that a draft may reach."""
+"""Positions beyond the answer's end that a draft may cover."""
 
 
 class Oracle:
-    """Deterministic in (acceptance, length, seed); the same for every way to decode."""
+    """Deterministic in (acceptance, length, seed); independent of the way of decoding."""
 
     def __init__(self, acceptance: AcceptanceModel, length: int, seed: int) -> None:
         if (acceptance.r_all is None) != (acceptance.first_all is None):
@@ -39,21 +39,21 @@ class Oracle:
         if acceptance.r_all is not None and acceptance.first_all is not None:
             full = _draw_ranks(acceptance.first_all, acceptance.r_all, random.random(count))
         self._acceptance = acceptance
-        known = rates if acceptance.insight else np.full(count, acceptance.alpha)
+        confidences = rates if acceptance.insight else np.full(count, acceptance.alpha)
         self._ranks: list[int] = ranks.tolist()
         self._full_ranks: list[int] = np.minimum(full, _RANKS - 1).tolist()
-        self._confidences: list[float] = known.tolist()
-        self._strays: list[float] = random.permutation(known).tolist()
+        self._confidences: list[float] = confidences.tolist()
+        self._strays: list[float] = random.permutation(confidences).tolist()
 
     def token(self, position: int) -> int:
-        """The target's token there."""
+        """Return the target's token at this position."""
         return position * _RANKS + self._ranks[position]
 
     def outcome(self, position: int, tree: TokenTree) -> tuple[int, int]:
-        """What verifying a tree, whose first token stands at `position`, will return.
+        """Return the outcome of verifying a tree whose first token is at `position`.
 
         Returns:
-            The row of the last token that stands, and the bonus token.
+            The row of the last accepted token, and the bonus token.
         """
         row, depth = 0, 0
         while (following := tree.children[row].get(self.token(position + depth + 1))) is not None:
@@ -62,15 +62,15 @@ class Oracle:
 
     @staticmethod
     def best_guess(position: int) -> int:
-        """The drafter's best guess, after the right tokens or others."""
+        """Return the drafter's best guess after a correct or an incorrect prefix."""
         return position * _RANKS
 
     def confidence(self, position: int, *, on_track: bool) -> float:
-        """How sure the drafter is of its guess; `on_track`: what precedes it is right."""
+        """Return the confidence of that guess; `on_track`: the prefix is correct."""
         return (self._confidences if on_track else self._strays)[position]
 
     def siblings(self, position: int, count: int, *, on_track: bool) -> list[tuple[int, float]]:
-        """The drafter's next guesses behind the best one, and how sure it is of each."""
+        """Return the drafter's next guesses after the best one, with the confidence of each."""
         fell = 1.0 - self.confidence(position, on_track=on_track)
         hits = [0.0, *(self._hit(rank) for rank in range(1, count + 1))]
         start = position * _RANKS
@@ -83,7 +83,7 @@ class Oracle:
         return 1.0 - float((1.0 - curve.first) * candidates**-curve.r)
 
     def bonuses(self, position: int, count: int, *, rejected: int) -> list[int]:
-        """The drafter's best candidates for a bonus token, but for the first ones, `rejected`."""
+        """Return the drafter's candidates for a bonus token after the first `rejected` ones."""
         start = position * _RANKS
         if rejected:
             return list(range(start + rejected, start + rejected + count))
@@ -95,8 +95,9 @@ class Oracle:
 def _rates(
     acceptance: AcceptanceModel, count: int, random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """alpha_p: [count] chances of acceptance, of mean `acceptance.alpha`."""
-    # The stretch changes with probability 1/stretch per token; alpha of all tokens are easy.
+    """Return alpha_p: [count] acceptance rates with mean `acceptance.alpha`."""
+    # The stretch changes with probability 1/stretch per token; a fraction alpha of all tokens is
+    # easy.
     fresh = random.random(count) < 1.0 / acceptance.stretch
     fresh[0] = True
     draws = random.random(count) < acceptance.alpha
@@ -115,8 +116,8 @@ def _rates(
 def _draw_ranks(
     first: float, exponent: float, uniform: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Ranks R with Pr[R >= F] = (1 - first) F^-exponent for F >= 1, from uniform numbers."""
+    """Return ranks R with Pr[R >= F] = (1 - first) F^-exponent for F >= 1, from uniform numbers."""
     ratio = (1.0 - first) / np.maximum(uniform, 1e-12)
-    # The cap keeps huge ranks, which are never prepared for, within integers.
+    # The cap keeps huge ranks, which are never prepared, within integers.
     ranks = np.minimum(np.maximum(ratio, 1e-9) ** (1.0 / exponent), 1e6)
     return np.where(ratio > 1.0, np.floor(ranks), 0).astype(np.int64)

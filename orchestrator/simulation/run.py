@@ -41,35 +41,35 @@ from protocol.messages import (
 
 _LONGEST_DRAFT = 64
 _MEASURED_ROWS = (1, 2, 4, 8, 16, 32)
-"""Whose passes a verifier times at load, about."""
+"""Batch sizes that a verifier times at load, approximately."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """Results of a simulated answer."""
 
     strategy: Strategy
     tok_s: float
     bound_tok_s: float
-    """Theorem 7 with the rounds' own hit rate, lengths and times (`bound`)."""
+    """Theorem 7 with the hit rate, lengths and times of these rounds (`bound`)."""
     tokens_per_hit: float
-    """E_hit: tokens that a round brought whose draft was ready; 0 if there was none."""
+    """E_hit: mean tokens of a round whose draft was ready; 0 if there was none."""
     tokens_per_miss: float
-    """E_miss: tokens that any other round brought."""
+    """E_miss: mean tokens of any other round."""
     statistics: Statistics
 
     @property
     def efficiency(self) -> float:
-        """tok/s over the bound."""
+        """Tokens per second as a fraction of the bound."""
         return self.tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
 
 
 def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None = None) -> Run:
-    """Decode one answer in virtual time; `estimates` is what was learned before, if anything."""
+    """Decode one answer in virtual time; `estimates` are those learned before, if any."""
     return _Answer(scenario, strategy, estimates or CostModel()).decode()
 
 
 def _time_passes(device: Device) -> PassTimes:
-    """What a verifier of this kind measures at load."""
+    """Return the measurements that such a verifier makes at load."""
     cost = curve(device.t_verify)
     times = {rows: cost.of(rows) + device.exchange_ms(rows) for rows in _MEASURED_ROWS}
     return PassTimes(chains=times)
@@ -82,7 +82,7 @@ class _Books:
 
 
 class _Answer:
-    """The edge around a sequence, as `pipeline` is, with an agenda in place of sockets."""
+    """The edge around a sequence, like `Executor`, with an event queue in place of sockets."""
 
     def __init__(self, scenario: Scenario, strategy: Strategy, estimates: CostModel) -> None:
         self._strategy, self._estimates = strategy, estimates
@@ -142,7 +142,7 @@ class _Answer:
         self._events.after(self._ipc, partial(self._on_outcome, outcome))
 
     def _on_outcome(self, outcome: VerificationOutcome) -> None:
-        if self._recorder.rounds:  # the first token is not part of tok/s
+        if self._recorder.rounds:  # the first token does not count for tok/s
             hit = self._sequence.current.origin == "hit"
             rounds = self._books.hit if hit else self._books.other
             rounds.add(outcome.accepted + 1, outcome.verify_ms)

@@ -1,4 +1,4 @@
-"""What is simulated: a device, a pair of models, and how to decode. Values only."""
+"""Simulation input: a device, a pair of models, and a decoding strategy. Values only."""
 
 from typing import Annotated
 
@@ -12,61 +12,73 @@ Amount = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long things take there. Times in milliseconds, curves as `curve.curve` reads them."""
+    """Latencies of a device. Times in milliseconds, curves in the notation of
+    `latency_curve.curve`.
+    """
 
     t_verify: float | str
     """T_v(m): one forward of the target over m tokens."""
     t_draft: float | str
     """T_d(B): one forward of the drafter over B branches."""
     ipc: Amount = 0.15
-    """One message from process to process."""
+    """One message between processes."""
     contention: Amount = 0.0
-    """How much slower a verification runs while the drafter works: .1 is a tenth. On one
-    device that both share it is 1: each gets half."""
+    """Relative slowdown of a verification while the drafter works: .1 is a tenth. On one device
+    shared equally it is 1: each gets half.
+    """
     exchanges: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A target spread over ranks: exchanges of arrays in a pass; two per layer if it is
-    tensor-parallel, one per rank if it is pipelined."""
+    """For a target spread over ranks: exchanges of arrays per pass; two per layer if it is
+    tensor-parallel, one per rank if it is pipelined.
+    """
     exchange_bytes: Amount = 8192.0
-    """What each of them carries per token: hidden size times the bytes of an activation."""
+    """Bytes per token of one exchange: hidden size times the bytes of an activation."""
     link_ms: Amount = 0.0
-    """What each of them takes whatever it carries."""
+    """Fixed latency of one exchange."""
     link_mbytes_per_s: Amount = 0.0
-    """The link's bandwidth; 0 is any."""
+    """Bandwidth of the link; 0 is unlimited."""
     jitter: Share = 0.02
-    """Spread of every time, as a share of it."""
+    """Spread of every time, as a fraction of it."""
     branches: Annotated[int, msgspec.Meta(ge=1, le=MAX_PREPARED)] = 8
-    """Branches prepared per round where the strategy does not say; a drafter on a GPU has 32."""
+    """Branches prepared per round if the strategy does not set them; a drafter on a GPU has 32."""
     whole_tree: bool = False
-    """No anytime preparation: every outcome waits until its tree is complete, as in the paper."""
+    """Disables anytime preparation: every outcome waits until its tree is complete, as in the
+    paper.
+    """
 
     def exchange_ms(self, tokens: int) -> float:
-        """What exchanges between ranks add to a pass over so many tokens."""
+        """Return the time that exchanges between ranks add to a pass over this many tokens."""
         bandwidth = 1e3 * self.link_mbytes_per_s
         carried_ms = tokens * self.exchange_bytes / bandwidth if bandwidth else 0.0
         return self.exchanges * (self.link_ms + carried_ms)
 
 
 class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How well the drafter guesses (`script.Script`)."""
+    """Quality of the drafter's guesses (`oracle.Oracle`)."""
 
     alpha: Rate
-    """Rate at which draft tokens are accepted, over the whole text."""
+    """Mean acceptance rate of draft tokens over the whole text."""
     r: Annotated[float, msgspec.Meta(gt=0.0)] = 0.385
-    """Exponent of the misses: after a rejection the bonus token is not among the best F
-    candidates with probability (1 - first) F^-r. The default is our own pair's."""
+    """Exponent of the misses: after a rejection the bonus token is not among the best F candidates
+    with probability (1 - first) F^-r. The default was measured with the default pair.
+    """
     first: Share = 0.27
-    """Rate at which the best candidate after a rejection (the drafted token excluded) is it."""
+    """Probability that the best candidate after a rejection, other than the drafted token, is
+    right.
+    """
     r_all: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
-    """The same where all was accepted; None follows from alpha and the two above."""
+    """`r` where all draft tokens were accepted; None derives it from alpha, `r` and `first`."""
     first_all: Share | None = None
-    """The same where all was accepted; given together with `r_all`."""
+    """`first` where all draft tokens were accepted; set together with `r_all`."""
     burst: Share = 0.0
-    """0: all tokens are alike. Above: easy and hard stretches; at 1 all or nothing is accepted."""
+    """Burstiness. 0: all tokens are alike. Above: easy and hard stretches; at 1 all or none are
+    accepted.
+    """
     stretch: Annotated[float, msgspec.Meta(ge=1.0)] = 12.0
     """Mean tokens of a stretch."""
     insight: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.3
-    """What the drafter knows of its own success: the share of the variance of acceptance that
-    its confidence explains. 0: it is always equally sure."""
+    """Informativeness of the drafter's confidence: the fraction of the variance of acceptance that
+    it explains. 0: the confidence is constant.
+    """
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +86,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str = "unnamed"
     note: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
     device: Device
     acceptance: AcceptanceModel
     tokens: Annotated[int, msgspec.Meta(ge=2, le=1_000_000)] = 2000
@@ -83,7 +95,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to decode; the fields are those of `messages.Generate`."""
+    """Decoding options; the fields are those of `messages.Generate`."""
 
     mode: Mode = "ssd"
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -97,7 +109,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def label(self) -> str:
-        """In a few words."""
+        """A short label."""
         if self.mode == "ar":
             return "ar (plain)"
         knobs = [f"K={self.num_draft_tokens}"] if self.num_draft_tokens else ["adaptive"]

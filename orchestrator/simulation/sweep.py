@@ -1,4 +1,4 @@
-"""Every fixed pair of lookahead and budget beside what the planner makes of it."""
+"""Compares the planner with every fixed pair of K and B."""
 
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -13,15 +13,15 @@ BUDGETS = (4, 8, 16, 32)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The ways to decode one scenario."""
+    """The results of one scenario under every strategy."""
 
     plain: Run
     sequential: Run
     """Sequential speculative decoding, adaptive."""
     adaptive: Run
-    """SSD as it is by default."""
+    """SSD with its default settings."""
     fixed: list[Run] = []
-    """SSD with lookahead and budget fixed by hand."""
+    """SSD with fixed K and B."""
 
     @property
     def best_fixed(self) -> Run | None:
@@ -44,7 +44,7 @@ def strategy_grid(
     lookaheads: Iterable[int] = LOOKAHEADS,
     budgets: Iterable[int] = BUDGETS,
 ) -> list[Strategy]:
-    """All pairs of K and B."""
+    """Return all pairs of K and B."""
     return [
         Strategy(num_draft_tokens=num_draft_tokens, branches=budget)
         for num_draft_tokens, budget in product(lookaheads, budgets)
@@ -56,7 +56,7 @@ def compare(
     fixed: Iterable[Strategy] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Simulate them one after the other; `progress` gets the label of the next."""
+    """Simulate the strategies one after the other; `progress` gets the label of the next one."""
 
     def run(strategy: Strategy) -> Run:
         progress(strategy.label)

@@ -1,1 +1,1 @@
-"""Statistics of a request, of all requests lately, and the timeline of a round."""
+"""Statistics of single requests and of recent ones together, and the timeline of a round."""

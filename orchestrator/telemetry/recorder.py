@@ -26,7 +26,7 @@ from protocol.messages import (
 
 @dataclass
 class Recorder:
-    """Collects while a request runs. Times are seconds of one monotonic clock."""
+    """Collects statistics while a request runs. Times are seconds of one monotonic clock."""
 
     received_at: float
     first_token_at: float | None = None
@@ -61,17 +61,17 @@ class Recorder:
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     was_suspended: bool = False
-    """Others had its place since the last token: the time until the next one is not its own."""
+    """True if its place was given away since the last token: the next interval does not count."""
     timeline: Timeline | None = None
-    """What each process did and when, if the client asked for it."""
+    """Events of each process, if the client asked for them."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
     _first_lag: int = 0
-    """Of the last round's draft; 0 if no drafter made it."""
+    """Lag of the last round's draft; 0 if no drafter made it."""
 
     def take_last_token_at(self) -> float | None:
-        """When the round before the one that ends now ended; None if it began afresh."""
+        """Return and clear the end time of the previous round; None after a restart."""
         afresh, self.was_suspended = self.was_suspended or not self.rounds, False
         return None if afresh else self.last_token_at
 
@@ -100,7 +100,7 @@ class Recorder:
         """
         tokens = len(draft) + 1
         if outcome.sequences == 1 and outcome.rows:
-            tokens = outcome.rows  # what a grammar rules out was not looked at
+            tokens = outcome.rows  # what a grammar rules out was not considered
         if self.timeline is not None:
             self.timeline.add_verification(
                 outcome, tokens, draft.depth, origin, now, unasked=unasked
@@ -111,32 +111,32 @@ class Recorder:
             before = "idle_ahead" if unasked else "idle_hit" if origin == "hit" else "idle_other"
             self.add_time(before, outcome.idle_ms)
 
-    def add_round(self, seen: RoundObservation) -> None:
+    def add_round(self, observation: RoundObservation) -> None:
         """Add a round that has just ended."""
         if not self.rounds:
             return  # it brought the first token, which does not count as decoding
-        old = self.by_origin.get(seen.origin, RoundStats())
-        self.by_origin[seen.origin] = RoundStats(
+        old = self.by_origin.get(observation.origin, RoundStats())
+        self.by_origin[observation.origin] = RoundStats(
             rounds=old.rounds + 1,
-            tokens=old.tokens + seen.accepted + 1,
-            drafted=old.drafted + len(seen.confidences),
-            verify_ms=old.verify_ms + seen.verify_ms,
-            cache_lookups=old.cache_lookups + (seen.mode == "ssd" and seen.speculating),
-            cache_hits=old.cache_hits + (seen.rank is not None),
+            tokens=old.tokens + observation.accepted + 1,
+            drafted=old.drafted + len(observation.confidences),
+            verify_ms=old.verify_ms + observation.verify_ms,
+            cache_lookups=old.cache_lookups
+            + (observation.mode == "ssd" and observation.speculating),
+            cache_hits=old.cache_hits + (observation.rank is not None),
         )
-        if seen.rank is not None:
-            self.ranks[seen.rank] += 1
+        if observation.rank is not None:
+            self.ranks[observation.rank] += 1
 
     def count_states(self, size: int) -> None:
-        """Count states that went to the drafter; those of the prompt are its prefill's."""
+        """Count hidden states sent to the drafter; those of the prompt belong to its prefill."""
         if self.rounds:
             self.state_bytes += size
 
     def count_verified(self, draft: Draft, accepted: Sequence[TokenOrigin], origin: Origin) -> None:
-        """Count a verification of a draft from `origin`; where those tokens came from that
-        became the answer."""
+        """Count a verification of a draft from `origin`, and the origins of its accepted tokens."""
         self.rounds += 1
-        # A hit was drafted before its round: behind the last one's chain and bonus token.
+        # A hit was drafted before its round: after the previous chain and bonus token.
         lags: dict[Origin, int] = {"hit": self._last_accepted + 2, "miss": 1}
         self._first_lag = lags.get(origin, 0)
         if self._first_lag:
@@ -151,12 +151,12 @@ class Recorder:
         self._last_accepted = len(accepted)
 
     def count_predicted(self, tokens: float, milliseconds: float) -> None:
-        """Count what was predicted of a round as it began."""
+        """Count the prediction for a round as it starts."""
         self._predicted_tokens += tokens
         self._predicted_s += milliseconds / 1e3
 
     def retract(self, origins: Sequence[TokenOrigin]) -> None:
-        """Take back the last tokens, which came from here: a stop string cut them."""
+        """Remove the last tokens, with these origins: a stop string cut them off."""
         drafted = len(origins) - origins.count("target")
         self.emitted -= len(origins)
         self.accepted -= drafted
@@ -189,7 +189,7 @@ class Recorder:
             self.timeline.add("orchestrator", "draft wait", since, now)
 
     def add_tree(self, tree: DraftTree, now: float) -> None:
-        """Add one depth of drafting that ended now; what fell into a verification was hidden."""
+        """Add a depth of drafting that ended now; time during a verification counts as hidden."""
         self.add_time(f"draft_{tree.depth}", tree.draft_ms)
         if self.timeline is not None:
             self.timeline.add_draft(tree, now)
@@ -199,7 +199,7 @@ class Recorder:
             self.overlapped_s += max(0.0, now - max(started, self.verifying_since))
 
     def histograms(self) -> dict[str, TimingHistogram]:
-        """How the times of each phase are distributed."""
+        """Return the distribution of times of each phase."""
         histograms = {}
         for name, values in self.phases.items():
             classes = Counter(bisect_left(HISTOGRAM_BOUNDS_MS, value) for value in values)
@@ -209,13 +209,13 @@ class Recorder:
 
     @property
     def ttft_ms(self) -> float:
-        """From the request to the first token."""
+        """Milliseconds from the request to the first token."""
         first = self.first_token_at
         return 1e3 * (first - self.received_at) if first is not None else 0.0
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         if self.first_token_at is None or self.last_token_at is None:
             return 0.0
         return self.last_token_at - self.first_token_at
@@ -226,7 +226,7 @@ class Recorder:
         return ratio(max(0, self.emitted - 1), self.decode_s)
 
     def summarise(self) -> Statistics:
-        """The request's statistics so far."""
+        """Return the request's statistics so far."""
         positions = range(max(self.offered_at, default=-1) + 1)
         return Statistics(
             ttft_ms=self.ttft_ms,
@@ -275,7 +275,7 @@ class Recorder:
 
 
 def ratio(part: float, whole: float) -> float:
-    """Part of the whole; 0 of nothing."""
+    """Return the part as a fraction of the whole; 0 for an empty whole."""
     return part / whole if whole else 0.0
 
 

@@ -1,15 +1,16 @@
-"""What each process did and when, for one request: the events of `ssd generate --trace`.
+"""Timeline of one request: the events of each process for `ssd generate --trace`.
 
 Every process reads the same clock: Python's `time.monotonic` is CLOCK_MONOTONIC on Linux and
-mach_absolute_time on macOS, which count for the whole machine. A service on another machine
-has another clock; its events end when their message arrived.
+mach_absolute_time on macOS, which count for the whole machine. A service on another machine has
+another clock; its events end when their message arrived.
 """
 
 from protocol.messages import DraftTree, Prefilled, Role, TraceEvent, Track, VerificationOutcome
 
 _SAME_CLOCK_S = 30.0
-"""A message that is older, or younger than now, was stamped by another clock; on a busy machine
-messages of this one wait for seconds."""
+"""An event further from the present was stamped by another machine's clock; on a busy machine local
+messages wait for seconds.
+"""
 
 
 class Timeline:
@@ -19,7 +20,7 @@ class Timeline:
         self.events: list[TraceEvent] = []
 
     def add_prefill(self, role: Role, message: Prefilled, now: float) -> None:
-        """A service computed the prompt."""
+        """Add a service's computation of the prompt."""
         ended = _end_of(message.at_ns, now)
         details = {"tokens": message.length, "cached": message.cached}
         self.add(role, "prefill", ended - message.prefill_ms / 1e3, ended, details)
@@ -34,7 +35,7 @@ class Timeline:
         *,
         unasked: bool = False,
     ) -> None:
-        """The verifier checked `tokens` tokens: a chain, or a tree of this depth.
+        """Add the verification of `tokens` tokens: a chain, or a tree of this depth.
 
         Args:
             unasked: it began by itself.
@@ -52,7 +53,7 @@ class Timeline:
         self.add("verifier", "verify", ended - outcome.verify_ms / 1e3, ended, details)
 
     def add_draft(self, tree: DraftTree, now: float) -> None:
-        """The drafter finished one depth."""
+        """Add one depth of drafting."""
         ended = _end_of(tree.at_ns, now)
         details = {"round": tree.round, "depth": tree.depth, "branches": len(tree.tokens)}
         self.add("drafter", f"depth {tree.depth}", ended - tree.draft_ms / 1e3, ended, details)
@@ -65,7 +66,7 @@ class Timeline:
         ended: float,
         details: dict[str, int] | dict[str, int | str] | None = None,
     ) -> None:
-        """Add what a process did from `started` to `ended`."""
+        """Add an event of a process from `started` to `ended`."""
         self.events.append(
             TraceEvent(
                 track=track,

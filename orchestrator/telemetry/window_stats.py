@@ -1,4 +1,4 @@
-"""What all requests did in the last seconds: a window over counts that are kept anyway.
+"""Statistics of all requests in the last seconds: a window over existing counters.
 
 Costs an addition and a comparison per wake-up of the orchestrator, and a sum over the running
 requests twice a second. Pure: every time is an argument.
@@ -12,19 +12,19 @@ from orchestrator.telemetry.recorder import Recorder, ratio
 from protocol.messages import WindowStats
 
 _STEP_S = 0.5
-"""Between two samples."""
+"""Time between two samples."""
 _WINDOW_S = 10.0
 
 
 class Totals(NamedTuple):
-    """Counts since the start, or differences of such."""
+    """Counts since the start, or differences of such counts."""
 
     at: float = 0.0
-    """When; seconds."""
+    """Time of the sample in seconds."""
     busy_s: float = 0.0
     """Time in which any request was running."""
     requests: int = 0
-    """Those that are over."""
+    """Number of requests that have ended."""
     tokens: int = 0
     rounds: int = 0
     plain_rounds: int = 0
@@ -34,7 +34,7 @@ class Totals(NamedTuple):
     misses: int = 0
 
     def plus(self, recorder: Recorder) -> "Totals":
-        """With the counts of one request; `at`, `busy_s` and `requests` stay."""
+        """Return the sum with one request's counts; `at`, `busy_s` and `requests` are unchanged."""
         r = recorder
         return self._replace(
             tokens=self.tokens + r.emitted,
@@ -47,13 +47,13 @@ class Totals(NamedTuple):
         )
 
     def since(self, before: "Totals") -> "Totals":
-        """What was added; a stop string takes tokens back, so nothing may look negative."""
+        """Return the increase since `before`, at least 0: a stop string removes tokens again."""
         pairs = zip(self, before, strict=True)
         return Totals._make(max(0, new - old) for new, old in pairs)
 
 
 class StatsWindow:
-    """Counts of all requests, and what they were a while ago."""
+    """Counts of all requests, now and a few seconds ago."""
 
     def __init__(self) -> None:
         self._ended = Totals()
@@ -63,7 +63,9 @@ class StatsWindow:
         self._was_busy = False
 
     def wake(self, now: float, *, busy: bool) -> bool:
-        """Call at every wake-up; `busy` says whether any request is running from now on.
+        """Advance the clock at a wake-up; `busy` is True if any request runs from now on.
+
+        Returns True if a sample is due.
 
         Returns:
             Whether it is time for a sample.
@@ -74,18 +76,18 @@ class StatsWindow:
         return not self._samples or now - self._samples[-1].at >= _STEP_S
 
     def sample(self, now: float, running: Iterable[Recorder]) -> None:
-        """Remember how much was done until now."""
+        """Record the totals at this time."""
         self._samples.append(self._totals(now, running))
         while len(self._samples) > 1 and self._samples[1].at <= now - _WINDOW_S:
             self._samples.popleft()
 
     def end(self, recorder: Recorder) -> None:
-        """A request is over; it is no longer among those running."""
+        """Add an ended request, which is no longer among the running ones."""
         totals = self._ended.plus(recorder)
         self._ended = totals._replace(requests=totals.requests + 1)
 
     def recent(self, now: float, running: Iterable[Recorder]) -> WindowStats:
-        """The last seconds, up to ten."""
+        """Return the statistics of the last seconds, up to ten."""
         latest = self._totals(now, running)
         added = latest.since(self._samples[0] if self._samples else latest)
         return WindowStats(

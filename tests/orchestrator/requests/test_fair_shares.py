@@ -32,7 +32,7 @@ class House:
     def step(self) -> None:
         for _ in range(64):
             while self.shares.has_place and (claim := self.shares.find_next()) is not None:
-                self.shares.take(claim, self.now)
+                self.shares.grant(claim, self.now)
                 self.held[claim] = None
             if (victim := self.shares.find_victim(self.now)) is None:
                 break
@@ -58,7 +58,7 @@ class House:
         if self.prefill[claim] > 0:
             self.prefill[claim] -= 1
             return
-        if not self.shares.begin(claim.number, self.now):
+        if not self.shares.on_tokens(claim.number, self.now):
             self.give_up(claim)
         self.left[claim] -= 1
         self.silent[claim] = self.now
