@@ -17,7 +17,6 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
-    HandOver,
     PrecomputeVerify,
     ToDrafter,
     ToVerifier,
@@ -27,13 +26,11 @@ from protocol.messages import (
     FinishReason,
     FromService,
     Message,
-    PreparedRound,
     Rejected,
     Role,
     ToOrchestrator,
     VerificationOutcome,
     Verify,
-    VerifyAhead,
 )
 from protocol.transport.channel import Hub
 from protocol.transport.codec import encode
@@ -145,8 +142,6 @@ class Executor:
                 self._timeouts.start(request, time.monotonic())
             case PrecomputeVerify(row, bonus, verify):
                 request.frames[row, bonus] = encode(verify)
-            case HandOver():
-                self._send("verifier", _encode_prepared(request, action))
             case Emit(tokens):
                 if not request.is_stopped and tokens:
                     self._emit(request, action)
@@ -195,15 +190,6 @@ class Executor:
                 self._send(role, CloseSequence(sequence=request.sequence.number))
             self._clients.send(request.peer, Rejected(reason, "unavailable", request.number))
             self._end(request)
-
-
-def _encode_prepared(request: Request, action: HandOver) -> VerifyAhead:
-    """Return the action with its messages already encoded."""
-    rounds = [
-        PreparedRound(row, bonus, number, request.frames[row, bonus] if number else b"")
-        for (row, bonus), number in action.numbers.items()
-    ]
-    return VerifyAhead(sequence=request.sequence.number, round=action.round, rounds=rounds)
 
 
 def _is_verify(action: Action) -> bool:

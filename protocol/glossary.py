@@ -14,7 +14,6 @@
 | slot                |         | place of one token's keys and values in a buffer                 |
 | granted, free run   |         | tokens of plain decoding that the verifier may go on to decode   |
 |                     |         | without being asked for each                                     |
-| unasked             |         | a round that the verifier began by itself with a prepared chain  |
 | launched beforehand |         | a pass that waits on the GPU for its tokens                      |
 | origin              |         | where a chain came from: hit, miss, lookup, target               |
 | committed           |         | tokens that stand for good                                       |

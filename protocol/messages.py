@@ -33,8 +33,6 @@ MAX_DEPTH = 256
 """Deepest tree, and longest draft."""
 MAX_NODES = 64
 """Most draft tokens of a tree that is verified."""
-MAX_PREPARED_BYTES = 16 * 1024
-"""Longest `Verify` that is sent before it is due."""
 MAX_SIBLINGS = 15
 """Most candidates that a drafter names beside the best one."""
 
@@ -391,32 +389,6 @@ class Extend(Message, frozen=True, tag="extend", kw_only=True):
     """How many more."""
 
 
-class PreparedRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A round, and the outcome of the one before that leads to it."""
-
-    row: Annotated[int, msgspec.Meta(ge=0)]
-    """As `VerificationOutcome.row`."""
-    bonus: Token
-    number: Annotated[int, msgspec.Meta(ge=0)]
-    """Among those of the round before; 0: none is prepared for this outcome any more."""
-    verify: Annotated[bytes, msgspec.Meta(max_length=MAX_PREPARED_BYTES)] = b""
-    """The `Verify` as it would be sent, which grants nothing: only one of many is ever read."""
-
-
-class VerifyAhead(Message, frozen=True, tag="verify_ahead", kw_only=True):
-    """Orchestrator -> verifier: with these outcomes of a round, go on without being asked.
-
-    Sent while the round is in work, again and again. Of two for one outcome the later one counts.
-    Which one was begun stands in the outcome (`VerificationOutcome.began`); they may have missed
-    it, and then are of no use.
-    """
-
-    sequence: int
-    round: int
-    """The one that these follow."""
-    rounds: Annotated[list[PreparedRound], msgspec.Meta(max_length=MAX_BRANCHES)]
-
-
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The target's own log-probability of an emitted token, and of the likeliest ones."""
 
@@ -433,8 +405,6 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True, omi
     bonus: Token
     goes_on: bool = False
     """Whether the next token follows unasked (`Verify.granted`)."""
-    began: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The prepared round that has begun (`PreparedRound.number`); 0: none has."""
     node: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Of a tree: the index of the last token that stands, `accepted` steps from the first."""
     verify_ms: float
@@ -542,9 +512,7 @@ Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
-ToVerifier = (
-    OpenSequence | Verify | VerifyAhead | Revoke | Extend | CloseSequence | ReadTarget | Greeting
-)
+ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
 FromVerifier = (
     Hello | Prefilled | PrefillProgress | VerificationOutcome | Features | Failed | Heartbeat
 )
@@ -553,7 +521,6 @@ ToService = (
     | Prepare
     | DraftNow
     | Verify
-    | VerifyAhead
     | Revoke
     | Extend
     | CloseSequence
@@ -617,9 +584,6 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
     """Draft tokens of the trees that are verified; 0 and 1: chains."""
-    verify_ahead: bool | None = None
-    """Whether prepared rounds begin before the orchestrator has read an outcome; None: if that
-    pays."""
     trace: bool = False
     """Whether `Finished` is to hold the timeline."""
     answer_tokens: Tokens = []
@@ -742,8 +706,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     fallbacks: dict[str, int]
     overlap_ratio: float
     phase_ms: dict[str, float]
-    """Medians per round: verify, idle (verifier waiting) after a hit, before a round that it began
-    by itself (idle_ahead) and otherwise, dispatch
+    """Medians per round: verify, idle (verifier waiting) after a hit and otherwise, dispatch
     (outcome in -> next Verify out) on a hit, draft_wait (waiting for a draft after a miss)."""
     drafter_restarts: int
     verifier_restarts: int
@@ -763,8 +726,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Rounds that verified a tree that is no chain."""
     branch_tokens: int = 0
     """Accepted draft tokens that stood beside the likeliest chain: what trees added."""
-    ahead_rounds: int = 0
-    """Rounds that the verifier began by itself, since their outcome was prepared for."""
     drafter: str = ""
     """Backend and model that drafted, the last if there were several; empty: none."""
     state_bytes: int = 0

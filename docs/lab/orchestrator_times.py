@@ -31,7 +31,6 @@ def start(*, trees: bool) -> Stack:
         skill=0.8,
         trees=trees,
         tree_nodes=None if trees else 1,
-        verify_ahead=True,
         row_ms=0.1,
     )
     stack.verifier_comes()

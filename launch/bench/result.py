@@ -113,8 +113,6 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     phase_ms: dict[str, float] = {}
     ipc_share: float | None = None
     """Share of the decoding time in which the verifier waited after hits, and for messages."""
-    ahead_rounds: float | None = None
-    """Share of rounds that the verifier began by itself."""
     plain_rounds: float | None = None
     """Share of rounds decoded plainly because that was faster."""
     predicted_tok_s: float | None = None

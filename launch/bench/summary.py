@@ -100,11 +100,7 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
     lookups = looked_up.total()
     decoded = sum(run.tokens - 1 for run in runs)
     seconds = sum(run.decode_s for run in runs)
-    waited_ms = sum(
-        (s.cache_hits - s.ahead_rounds) * s.phase_ms.get("idle_hit", 0.0)
-        + s.ahead_rounds * s.phase_ms.get("idle_ahead", 0.0)
-        for s in told
-    )
+    waited_ms = sum(s.cache_hits * s.phase_ms.get("idle_hit", 0.0) for s in told)
     return {
         "acceptance_rate": accepted / drafted,
         "mean_acceptance_length": 1.0 + accepted / rounds,
@@ -122,7 +118,6 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
         else [],
         "overlap_ratio": _mean(s.overlap_ratio for s in told) if lookups else None,
         "ipc_share": waited_ms / (1e3 * seconds) if hits and seconds else None,
-        "ahead_rounds": sum(s.ahead_rounds for s in told) / rounds,
         "plain_rounds": sum(s.plain_rounds for s in told) / rounds,
         "predicted_tok_s": median(s.predicted_tok_s for s in told),
         **_bounds(told, decoded / seconds if seconds else 0.0),

@@ -77,13 +77,12 @@ def phases(result: BenchFile) -> Table:
 
 
 def drafting(result: BenchFile) -> Table:
-    """What drafted, what it read of the target, who began rounds, and how drafts fared by lag."""
+    """What drafted, what it read of the target, and how drafts fared by lag."""
     modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
     table = _empty("drafting", *modes)
     table.add_row("drafter", *(s.drafter or "-" for s in modes.values()))
     read = [s.state_bytes_per_round for s in modes.values()]
     table.add_row("states, kB a round", *(_number(b / 1e3 if b else None) for b in read))
-    table.add_row("rounds begun unasked", *(_number(s.ahead_rounds) for s in modes.values()))
     for lag in range(1, max((len(s.offered_by_lag) for s in modes.values()), default=0) + 1):
         cells = [_rate_at(s, lag) for s in modes.values()]
         if any(cell is not None for cell in cells):

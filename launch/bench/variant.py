@@ -1,7 +1,7 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
-Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=8`, `ssd:ahead=0`,
-`sd:k=3`, `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
+Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=8`, `sd:k=3`,
+`ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """B; 0 is adaptive."""
     tree_nodes: int = 0
     """Draft tokens of verified trees; 0 and 1 are chains."""
-    verify_ahead: bool | None = None
-    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
     acceptance: Acceptance | None = None
     """None: as the command line says."""
     saguaro: float | None = None
@@ -69,19 +67,13 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
             num_draft_tokens=self.num_draft_tokens,
             branches=self.branches,
             tree_nodes=self.tree_nodes,
-            verify_ahead=self.verify_ahead,
         )
-
-
-def _switch(text: str) -> bool:
-    return bool(("0", "1").index(text))
 
 
 _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "k": ("num_draft_tokens", int),
     "b": ("branches", int),
     "tree-nodes": ("tree_nodes", int),
-    "ahead": ("verify_ahead", _switch),
     "saguaro": ("saguaro", float),
     "drafter": ("drafter", str),
 }
@@ -99,7 +91,7 @@ def parse(text: str) -> Variant:
         if mode == "mlx-lm" or set(values) - {"num_draft_tokens"}:
             _refuse_knobs(text, values)
         values.setdefault("num_draft_tokens", REFERENCES[mode])
-    elif mode != "ssd" and set(values) & {"branches", "saguaro", "verify_ahead"}:
+    elif mode != "ssd" and set(values) & {"branches", "saguaro"}:
         raise UsageError(f"{text!r}: only ssd prepares branches")
     elif mode == "ar":
         _refuse_knobs(text, values)
@@ -121,7 +113,7 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
             return {field: convert(value)}
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
-    known = ["k=N", "b=N", "tree-nodes=N", "ahead=0", "ahead=1", "saguaro=C", "drafter=MODEL"]
+    known = ["k=N", "b=N", "tree-nodes=N", "saguaro=C", "drafter=MODEL"]
     known += [*_ACCEPTANCES]
     raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
 

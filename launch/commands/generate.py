@@ -117,11 +117,6 @@ _NOT_HERE = {
     show_default=True,
     help="Draft tokens of verified trees; 0 or 1: chains.",
 )
-@_speculation(
-    "--verify-ahead/--no-verify-ahead",
-    default=None,
-    help="Let the verifier begin prepared rounds by itself. Left out: if that pays.",
-)
 @stack_options()
 def command(**options: Any) -> None:
     """Answer a prompt, on a running stack or a private one."""
@@ -164,7 +159,6 @@ def _answer_options(
         max_draft_tokens=choice.max_draft_tokens,
         branches=options.pop("branches"),
         tree_nodes=options.pop("tree_nodes"),
-        verify_ahead=options.pop("verify_ahead"),
         trace=options["trace"] is not None,
         answer_start=options.pop("prefill_response"),
         template_options=_read_variables(variables) if variables else {},

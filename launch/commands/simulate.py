@@ -43,11 +43,6 @@ MORE = tuple(
     type=click.IntRange(0, MAX_NODES),
     help="Also try verified trees of this many draft tokens, fixed; 0 or 1: chains.",
 )
-@click.option(
-    "--verify-ahead/--no-verify-ahead",
-    default=None,
-    help="Also try it with prepared rounds that the verifier begins by itself, or never.",
-)
 @click.option("--sweep", is_flag=True, help="Also try a grid of fixed K and B.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path | None, preset: str | None, **options: Any) -> None:
@@ -70,7 +65,6 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
         num_draft_tokens=options.pop("num_draft_tokens") or 0,
         branches=options.pop("branches") or 0,
         tree_nodes=options.pop("tree_nodes") or 0,
-        verify_ahead=options.pop("verify_ahead"),
     )
 
 

@@ -95,8 +95,7 @@ def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
     if s.rounds:
         yield "tokens per round", f"{s.mean_acceptance_length:.2f} ({s.rounds} rounds)"
     if prepared := s.cache_hits + s.cache_misses:
-        ahead = f"; {s.ahead_rounds} went on unasked" if s.ahead_rounds else ""
-        yield "cache hits", _share(s.cache_hits, prepared) + ahead
+        yield "cache hits", _share(s.cache_hits, prepared)
     if s.overlap_ratio:
         yield "drafting hidden", f"{s.overlap_ratio:.0%}"
     if s.drafter_restarts or s.verifier_restarts:

@@ -10,10 +10,9 @@ from typing import TypeVar
 from orchestrator.learning.averages import DiscountedRatio, Ema
 from orchestrator.learning.calibration import Calibration
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
-from orchestrator.learning.handover import HandoverEstimates
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
-from orchestrator.learning.round_observation import LONGEST_DRAFT, RoundObservation
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Hello, Mode, Origin, PassTimes, Role
 
@@ -80,7 +79,6 @@ class CostModel:
         """Longest draft that was verified recently."""
         self.drafts_in_turn = False
         """Whether the drafter should rest while the target verifies, and be waited for."""
-        self.handover = HandoverEstimates()
         self._switches: dict[tuple[Mode, int], SpeculationSwitch] = {}
         self._pass_times = PassTimes()
         self._models: dict[Role, tuple[str, str]] = {}
@@ -171,9 +169,6 @@ class CostModel:
             self._observe_waits(seen, seen.idle_ms)
             self._judge_speed(seen, seen.idle_ms, usual_ms)
         self._compare_ways()
-        if seen.beside:
-            self.handover.observe(seen)
-            self._weigh_handover(seen)
 
     def observe_step(self, depth: int, milliseconds: float) -> None:
         """Take in one depth of a tree that the drafter prepared."""
@@ -249,12 +244,3 @@ class CostModel:
         wait_ms = drafted * self.draft_token_ms + self.wait_overhead_ms
         least = 1.0 / _CLEARLY if self.drafts_in_turn else _CLEARLY
         self.drafts_in_turn = lost_ms > least * self.hits.value * wait_ms
-
-    def _weigh_handover(self, seen: RoundObservation) -> None:
-        """Compare what drafts bring that are begun later, and end too late, with those in time."""
-        saved_ms = self.handover.saved_ms
-        times_ms = (seen.verify_ms - 2.0 * saved_ms, seen.verify_ms)
-        depths = [max(0, int(self.step_latency.depths_in(time_ms))) for time_ms in times_ms]
-        delayed, in_time = (min(depth, LONGEST_DRAFT) for depth in depths)
-        alpha = self.alpha.value
-        self.handover.lost_share = alpha * (alpha**delayed - alpha**in_time)

@@ -38,8 +38,6 @@ class RoundObservation:
     """Whether it followed another one of a free run, so that its pass had begun before."""
     since_last_ms: float | None = None
     """From the request's last tokens to these; None for its first."""
-    begun_unasked: bool = False
-    """Whether the verifier began it by itself, for the outcome that it was prepared for."""
     sequences: int = 1
     """How many requests shared the pass."""
     all_tokens: int = 0

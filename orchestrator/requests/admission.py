@@ -125,7 +125,6 @@ class Admission:
             sampled=uses_rejection(message.sampling),
             max_draft_tokens=message.max_draft_tokens,
             tree_nodes=message.tree_nodes,
-            verify_ahead=message.verify_ahead,
         )
 
     def _complete(self, sampling: Sampling, prompt_length: int, most_tokens: int) -> Sampling:

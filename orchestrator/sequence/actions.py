@@ -42,16 +42,6 @@ class PrecomputeVerify:
 
 
 @dataclass(frozen=True)
-class HandOver:
-    """Let the verifier itself begin what follows these outcomes, as it was precomputed."""
-
-    round: int
-    """The one in flight."""
-    numbers: dict[tuple[int, int], int]
-    """Row and bonus token -> the number of the round that may begin; 0: none any more."""
-
-
-@dataclass(frozen=True)
 class Emit:
     """These tokens are part of the answer."""
 
@@ -69,4 +59,4 @@ class Finish:
     error: str = ""
 
 
-Action = ToVerifier | ToDrafter | PrecomputeVerify | HandOver | Emit | Finish
+Action = ToVerifier | ToDrafter | PrecomputeVerify | Emit | Finish

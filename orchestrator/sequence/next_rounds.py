@@ -11,7 +11,6 @@ from orchestrator.learning.fan_out import (
 from orchestrator.sequence.actions import Action, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.free_run import limit_grant
-from orchestrator.sequence.handover import Handover
 from orchestrator.sequence.limits import RequestLimits
 from orchestrator.sequence.lookup import PromptLookup
 from orchestrator.sequence.planner import Planner, Preparation
@@ -37,7 +36,6 @@ class NextRounds:
     ) -> None:
         self._sequence, self._planner, self._limits = sequence, planner, limits
         self._lookup = PromptLookup(options)
-        self.handover = Handover(planner)
 
     def can_speculate(self, length: int) -> bool:
         """Whether a draft can be made and verified, and there is enough to gain by it."""
@@ -157,7 +155,7 @@ class NextRounds:
             current.next_rounds[row, bonus] = planned
             if old is None or old.verify != planned.verify:
                 actions.append(PrecomputeVerify(row, bonus, planned.verify))
-        return actions + self.handover.update(current, number)
+        return actions
 
 
 def choose_planned(

@@ -67,8 +67,6 @@ class Planner:
     """Most draft tokens per round that may be decided; 0 is any number."""
     tree_nodes: int = 0
     """Draft tokens of the trees that are verified; 0 and 1: chains."""
-    verify_ahead: bool | None = None
-    """Whether the verifier begins prepared rounds unasked; None: if that pays."""
 
     # ------------------------------------------------------------ speculate or not
 

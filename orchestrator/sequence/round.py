@@ -52,18 +52,10 @@ class Round:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
-    handed: list[NextRound] = field(default_factory=list)
-    """What the verifier was given of these, by number from 1, whether it is still to be used."""
-    on_offer: dict[OutcomeKey, int] = field(default_factory=dict)
-    """The numbers of those that it is to begin by itself."""
-    handed_nodes: int = 0
-    """Their tokens."""
     waited_ms: float = 0.0
     """How long its draft was waited for."""
     continues_run: bool = False
     """Whether it is one of a free run, behind the first."""
-    begun_unasked: bool = False
-    """Whether it began this round by itself."""
     is_beside: bool = False
     """Whether the drafter works during the pass."""
     asked: Prepare | None = None
@@ -103,7 +95,6 @@ class Round:
         return RoundObservation(
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
-            begun_unasked=self.begun_unasked,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             speculating=self.speculating,
@@ -155,7 +146,7 @@ class EndedRound(NamedTuple):
         """Do the statistics; returns where each of the emitted tokens came from."""
         done, outcome = self.round, self.outcome
         recorder.plain_rounds += not done.speculating and done.origin != "lookup"
-        recorder.add_times(outcome, done.draft, done.origin, now, unasked=done.begun_unasked)
+        recorder.add_times(outcome, done.draft, done.origin, now)
         recorder.add_round(seen)
         kept, origins = len(self.emitted), done.origins(outcome)
         accepted = origins[: min(kept, outcome.accepted)]

@@ -147,7 +147,7 @@ class Sequence:
     def is_precomputed(self, outcome: VerificationOutcome) -> bool:
         """Whether the last `PrecomputeVerify` for this outcome is what it will lead to."""
         known = (outcome.row, outcome.bonus) in self.current.next_rounds
-        awaited = self.is_awaiting(outcome.round) and not (outcome.goes_on or outcome.began)
+        awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
         return known and awaited and self.planner.should_speculate and not self._is_held
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
@@ -166,7 +166,7 @@ class Sequence:
         self._row = outcome.row
         self._decided = EndedRound(self.current, outcome, emitted[:kept], ends)
         self._free_run.on_outcome(outcome)
-        if self._is_held and not (outcome.goes_on or outcome.began):
+        if self._is_held and not outcome.goes_on:
             self.phase = Phase.HELD
         elif ends is None:
             return self._next_round(outcome, now)
@@ -183,7 +183,6 @@ class Sequence:
         seen = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(seen)
         if ends is None and not self._is_held:
-            actions += self._next_rounds.handover.update(self.current, self.round)
             actions += self._check_free_run()
         origins, logprobs = ended.record(self.recorder, seen, now), outcome.logprobs
         actions.append(Emit(emitted, origins, logprobs[: len(emitted)]))
@@ -191,24 +190,13 @@ class Sequence:
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         if outcome.goes_on:
-            return self._go_on_unasked()
-        if outcome.began:
-            return self._follow(outcome)
+            return self._continue_run()
         if not self.planner.should_speculate:
             return self._go_on(self._next_rounds.find_lookup(self.tokens), alone=True)
         if prepared := self._next_rounds.find(self.current, outcome, len(self.tokens)):
             self.recorder.hits += 1
             return self._start(prepared, "hit")
         return self._on_miss(now)
-
-    def _follow(self, outcome: VerificationOutcome) -> list[Action]:
-        """The verifier has begun the round that was prepared for this outcome."""
-        begun = self._next_rounds.handover.find_begun(self.current, outcome)
-        if begun is None:
-            return self.finish("error", "the verifier began what it was not handed")
-        self.recorder.hits += 1
-        self.recorder.ahead_rounds += 1
-        return self._start(begun, "hit", unasked=True)
 
     def _on_miss(self, now: float) -> list[Action]:
         """No draft is prepared for the outcome."""
@@ -237,8 +225,8 @@ class Sequence:
             self.current.unverified_lookup = lookup
         return actions
 
-    def _go_on_unasked(self) -> list[Action]:
-        """The next round has begun by itself."""
+    def _continue_run(self) -> list[Action]:
+        """Follow the verifier, which has begun the next round of a free run."""
         self.round, self.current = self.round + 1, Round([self.tokens[-1]], continues_run=True)
         if self.planner.should_speculate and not self._limits.has_drafter:
             self.recorder.fallbacks["no_drafter"] += 1
@@ -262,20 +250,15 @@ class Sequence:
     def _verify_backup(self) -> list[Action]:
         return self._verify(self._backup.draft(*BACKUP), "miss") + self._look_ahead()
 
-    def _start(self, planned: NextRound, origin: Origin, *, unasked: bool = False) -> list[Action]:
-        """Start a round: the verifier checks the draft while the drafter prepares.
-
-        Args:
-            unasked: it does so already.
-        """
+    def _start(self, planned: NextRound, origin: Origin) -> list[Action]:
+        """Start a round: the verifier checks the draft while the drafter prepares."""
         draft, offered, rows, verify = planned
         self.round = verify.round
         speculating = self._should_speculate() and not self._drafter_is_behind
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
-        self.current.begun_unasked = unasked
         self.phase = Phase.VERIFYING
         self._free_run.on_verify(verify)
-        return [*([] if unasked else [ToVerifier(verify)]), *self._prepare()]
+        return [ToVerifier(verify), *self._prepare()]
 
     @property
     def _drafter_is_behind(self) -> bool:

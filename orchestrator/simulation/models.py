@@ -6,11 +6,10 @@ other, news is looked at between two steps, and whatever is newer ends the work 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-from msgspec.structs import replace
 
 from orchestrator.simulation.branch import BranchModel
 from orchestrator.simulation.event_queue import EventQueue
@@ -192,17 +191,6 @@ class VerifierModel:
         self._drafter, self._send = drafter, send
         self._cost = curve(device.t_verify)
         self._idle_since = 0.0
-        self._prepared: dict[tuple[int, int, int], tuple[int, Verify]] = {}
-        """Round, row and bonus token -> what was handed over for this outcome."""
-
-    def prepare(
-        self, number: int, rounds: Mapping[tuple[int, int], tuple[int, Verify] | None]
-    ) -> None:
-        """What may follow round `number` unasked, by row and bonus token; None: nothing more."""
-        for (row, bonus), entry in rounds.items():
-            self._prepared.pop((number, row, bonus), None)
-            if entry is not None:
-                self._prepared[number, row, bonus] = entry
 
     def receive(self, message: Verify) -> None:
         """Start verifying; the verifier is always idle then."""
@@ -227,20 +215,11 @@ class VerifierModel:
         if self._device.whole_tree and not self._drafter.idle:
             self._drafter.on_idle = partial(self._release, outcome)
         else:
-            self._answer(outcome)
+            self._send(outcome)
 
     def _release(self, outcome: VerificationOutcome) -> None:
         self._drafter.on_idle = lambda: None
-        self._answer(outcome)
-
-    def _answer(self, outcome: VerificationOutcome) -> None:
-        found = self._prepared.get((outcome.round, outcome.row, outcome.bonus))
-        self._prepared.clear()
-        if found is None:
-            self._send(outcome)
-            return
-        self._send(replace(outcome, began=found[0]))
-        self.receive(found[1])
+        self._send(outcome)
 
     def _outcome(self, message: Verify, started: float) -> VerificationOutcome:
         tree = read_tree(message.nodes, message.parents)

@@ -11,7 +11,6 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
-    HandOver,
     PrecomputeVerify,
     ToDrafter,
     ToVerifier,
@@ -110,12 +109,10 @@ class _Answer:
                 strategy.num_draft_tokens,
                 strategy.branches,
                 tree_nodes=strategy.tree_nodes,
-                verify_ahead=strategy.verify_ahead,
             ),
             recorder=self._recorder,
         )
         self._books = _Books()
-        self._precomputed: dict[tuple[int, int], Verify] = {}
 
     def decode(self) -> Run:
         self._do_all(self._sequence.on_verifier_up(_LONGEST_DRAFT, takes_trees=True))
@@ -146,7 +143,7 @@ class _Answer:
             hit = self._sequence.current.origin == "hit"
             rounds = self._books.hit if hit else self._books.other
             rounds.add(outcome.accepted + 1, outcome.verify_ms)
-        self._recorder.verifying_since = self._now_s if outcome.began else None
+        self._recorder.verifying_since = None
         self._do_all(self._sequence.decide(outcome, self._now_s))
         self._do_all(self._sequence.record(self._now_s))
 
@@ -171,15 +168,7 @@ class _Answer:
                     self._events.after(self._ipc, partial(self._verifier.receive, message))
                 case ToDrafter(Prepare() | DraftNow() as message):
                     self._events.after(self._ipc, partial(self._drafter.receive, message))
-                case PrecomputeVerify(row, bonus, verify):
-                    self._precomputed[row, bonus] = verify
-                case HandOver(number, changes):
-                    rounds = {
-                        key: (entry, self._precomputed[key]) if entry else None
-                        for key, entry in changes.items()
-                    }
-                    self._events.after(self._ipc, partial(self._verifier.prepare, number, rounds))
                 case Finish(reason, error) if reason != "length":
                     raise RuntimeFailure(f"the simulated answer ended by {reason}: {error}")
-                case ToVerifier() | ToDrafter() | Emit() | Finish():
-                    pass  # opening and closing take no time here
+                case ToVerifier() | ToDrafter() | PrecomputeVerify() | Emit() | Finish():
+                    pass  # opening, closing and encoding take no time here

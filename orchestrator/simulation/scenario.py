@@ -104,8 +104,6 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """B; 0 is adaptive."""
     tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
     """Draft tokens of the trees that are verified; 0 and 1: chains."""
-    verify_ahead: bool | None = None
-    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
 
     @property
     def label(self) -> str:
@@ -117,6 +115,4 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             knobs += [f"B={self.branches}"] if self.branches else []
         if self.tree_nodes > 1:
             knobs += [f"N={self.tree_nodes}"]
-        if self.verify_ahead is not None:
-            knobs += ["ahead" if self.verify_ahead else "asked"]
         return f"{self.mode} {' '.join(knobs)}"

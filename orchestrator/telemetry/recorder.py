@@ -51,7 +51,6 @@ class Recorder:
     plain_age_s: float = 0.0
     tree_rounds: int = 0
     branch_tokens: int = 0
-    ahead_rounds: int = 0
     drafter: str = ""
     state_bytes: int = 0
     offered_by_lag: Counter[int] = field(default_factory=Counter)
@@ -85,31 +84,18 @@ class Recorder:
         self.emitted += tokens
 
     def add_times(
-        self,
-        outcome: VerificationOutcome,
-        draft: Draft,
-        origin: Origin,
-        now: float,
-        *,
-        unasked: bool = False,
+        self, outcome: VerificationOutcome, draft: Draft, origin: Origin, now: float
     ) -> None:
-        """Add the times of a verification of this draft, which came from `origin`.
-
-        Args:
-            unasked: the verifier began it by itself.
-        """
+        """Add the times of a verification of this draft, which came from `origin`."""
         tokens = len(draft) + 1
         if outcome.sequences == 1 and outcome.rows:
             tokens = outcome.rows  # what a grammar rules out was not considered
         if self.timeline is not None:
-            self.timeline.add_verification(
-                outcome, tokens, draft.depth, origin, now, unasked=unasked
-            )
+            self.timeline.add_verification(outcome, tokens, draft.depth, origin, now)
         self.add_time("verify", outcome.verify_ms)
         self.add_time(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
-            before = "idle_ahead" if unasked else "idle_hit" if origin == "hit" else "idle_other"
-            self.add_time(before, outcome.idle_ms)
+            self.add_time("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
     def add_round(self, observation: RoundObservation) -> None:
         """Add a round that has just ended."""
@@ -254,7 +240,6 @@ class Recorder:
             plain_age_s=self.plain_age_s,
             tree_rounds=self.tree_rounds,
             branch_tokens=self.branch_tokens,
-            ahead_rounds=self.ahead_rounds,
             drafter=self.drafter,
             state_bytes=self.state_bytes,
             stale_trees=self.stale_trees,

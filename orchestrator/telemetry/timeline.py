@@ -32,14 +32,8 @@ class Timeline:
         depth: int,
         origin: str,
         now: float,
-        *,
-        unasked: bool = False,
     ) -> None:
-        """Add the verification of `tokens` tokens: a chain, or a tree of this depth.
-
-        Args:
-            unasked: it began by itself.
-        """
+        """Add a verification of `tokens` tokens: a chain, or a tree of this depth."""
         ended = _end_of(outcome.at_ns, now)
         details: dict[str, int | str] = {
             "round": outcome.round,
@@ -48,8 +42,6 @@ class Timeline:
             "accepted": outcome.accepted,
             "chain": origin,
         }
-        if unasked:
-            details["unasked"] = 1
         self.add("verifier", "verify", ended - outcome.verify_ms / 1e3, ended, details)
 
     def add_draft(self, tree: DraftTree, now: float) -> None:

@@ -19,7 +19,6 @@ from protocol.messages import (
     Stop,
     ToService,
     Verify,
-    VerifyAhead,
     Welcome,
 )
 from services.runtime.heartbeat import HeartbeatTimer, Sender
@@ -29,7 +28,6 @@ Work = (
     OpenSequence
     | CloseSequence
     | Verify
-    | VerifyAhead
     | Revoke
     | Extend
     | Prepare
@@ -98,16 +96,6 @@ class Inbox:
         """Take in what has arrived, in the middle of work on this sequence."""
         self._read()
         self.heartbeat.beat(sequence)
-
-    def take_prepared(self) -> list[VerifyAhead]:
-        """Take the messages of this kind in the middle of a step of work; the rest stays here."""
-        self._read()
-        found = [message for message in self.messages if isinstance(message, VerifyAhead)]
-        if found:
-            rest = [message for message in self.messages if not isinstance(message, VerifyAhead)]
-            self.messages.clear()
-            self.messages.extend(rest)
-        return found
 
     def linger(self, timeout_s: float) -> bool:
         """Wait a moment for a message; whether there is one."""

@@ -17,7 +17,6 @@ from protocol.messages import (
     OpenSequence,
     Prepare,
     Revoke,
-    VerifyAhead,
 )
 from protocol.process.logs import about
 from services.runtime.inbox import Work
@@ -78,9 +77,9 @@ class WorkQueue:
     def add(self, message: Work) -> None:
         """Take in a message; work that it makes pointless ends, or never begins.
 
-        `Revoke`, `Extend` and `VerifyAhead` are about work in progress, and are handled beside it.
+        `Revoke` and `Extend` are about work in progress, and are handled at once.
         """
-        if isinstance(message, Revoke | Extend | VerifyAhead):
+        if isinstance(message, Revoke | Extend):
             deque(self._service.handle(message), maxlen=0)
             return
         if isinstance(message, OpenSequence):

@@ -87,9 +87,7 @@ def _identify(
 def _serve(
     channel: Channel[ToService], identity: Identity, verifier: "Verifier", flag: IdleFlag | None
 ) -> None:
-    inbox = Inbox(channel, flag)
-    verifier.listener.take, verifier.listener.wait = inbox.take_prepared, inbox.linger
-    serve(channel, identity, verifier, inbox)
+    serve(channel, identity, verifier, Inbox(channel, flag))
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

@@ -1,8 +1,8 @@
 """The next verification is launched while one is at work, before anybody knows its tokens.
 
-It waits on the device (`services.mlx.cuda.doorbell`), so that a verification which is asked for, or
-follows unasked, begins there when its tokens have come, and not when a pass has been built. One
-sequence at a time: for several a shared pass is worth more.
+It waits on the device (`services.mlx.cuda.doorbell`), so that a verification begins there when its
+tokens have come, and not when a pass has been built. One sequence at a time: for several a shared
+pass is worth more.
 """
 
 import logging
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify, VerifyAhead
+from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify
 from services.batching.forward import ForwardPass
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
@@ -138,7 +138,7 @@ class Prelauncher:
 
     def on_message(self, message: Work) -> None:
         """Whatever is not the next verification needs the device for something else."""
-        if isinstance(message, Extend | Revoke | VerifyAhead):
+        if isinstance(message, Extend | Revoke):
             return
         if not (isinstance(message, Verify) and message.sequence == self._number):
             self.call_off()

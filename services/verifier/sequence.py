@@ -19,7 +19,6 @@ from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog, Rows
 from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_plain
 from services.verifier.prelaunch import PrelaunchedPass
-from services.verifier.prepared import PreparedRounds
 
 Step = PipelinedStep | SharedStep
 """Of a pass that has begun ahead."""
@@ -59,8 +58,6 @@ class TargetSequence:
     """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
     asked: Verify | None = None
     """The verification in work, or that follows unasked."""
-    prepared: PreparedRounds = field(default_factory=PreparedRounds)
-    """What may follow it in place of that."""
     granted_in: int = 0
     """The round of the message that granted what follows unasked."""
     request: BatchRequest | None = None
@@ -149,27 +146,12 @@ class TargetSequence:
         self.asked, self.granted_in = message, message.round
         self.drafter_idle = message.drafter_idle
 
-    def find_next(self, outcome: VerificationOutcome, listen: Callable[[], None]) -> int:
-        """What follows without being asked for, if anything; the number of a prepared round.
-
-        Args:
-            outcome: of the verification in work, which is over.
-            listen: hears of what has been prepared.
-        """
-        asked = self.asked
-        if asked is None:
-            return 0
-        drafts = not (outcome.goes_on or asked.drafter_idle)
-        if drafts:
-            listen()
-        prepared = self.prepared.take(outcome) if drafts else None
-        if prepared is not None:
-            self.begin_run(prepared[1])
-        else:
-            self.asked = next_plain(asked, outcome)
+    def advance_run(self, outcome: VerificationOutcome) -> None:
+        """Go on to the token that was granted behind this outcome, if any."""
         if self.asked is not None:
-            self.answered_at = 0.0  # nobody has to wait for it
-        return prepared[0] if prepared is not None else 0
+            self.asked = next_plain(self.asked, outcome)
+        if self.asked is not None:
+            self.answered_at = 0.0  # no message is waited for
 
     def end_run(self) -> None:
         """Nothing follows unasked."""

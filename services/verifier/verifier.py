@@ -9,6 +9,7 @@ from collections.abc import Generator
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 from msgspec.structs import replace
 
 from protocol.decoding.token_tree import TokenTree
@@ -25,7 +26,6 @@ from protocol.messages import (
     Tokens,
     VerificationOutcome,
     Verify,
-    VerifyAhead,
 )
 from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
@@ -35,12 +35,12 @@ from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
+from services.mlx.launching import launch
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
-from services.verifier.listener import Listener
 from services.verifier.pass_ahead import PassAhead
 from services.verifier.prelaunch import Choices, Prelauncher, open_prelauncher
 from services.verifier.sequence import TargetSequence, find_longest_wait
@@ -93,7 +93,6 @@ class Verifier:
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self.pipelines, self.spare_cores = self._target.pipelines, SpareCores()
-        self.listener = Listener(self._sequences)
 
     def _make_batcher(self, *, one_graph: bool) -> Batcher:
         target, rows = self._target, most_rows() if self._target.shares_passes else 0
@@ -155,8 +154,6 @@ class Verifier:
             case Extend():
                 if (extended := self._sequences.get(message.sequence)) is not None:
                     extended.extend(message)
-            case VerifyAhead():
-                self.listener.on_message(message)
             case CloseSequence():
                 self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
@@ -281,8 +278,8 @@ class Verifier:
                 if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
                     sequence.asked = replace(sequence.asked, granted=0)
                 outcome = yield from self._judge(sequence, sequence.asked, tree)
-                number = sequence.find_next(outcome, self.listener.listen)
-                yield replace(outcome, began=number) if number else outcome
+                sequence.advance_run(outcome)
+                yield outcome
                 if sequence.asked is not None:
                     _, tree = self._validate(sequence.asked)
         finally:
@@ -325,8 +322,8 @@ class Verifier:
             alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work
             if isinstance(begun, mx.array) and alone and not isinstance(sequence.read, mx.array):
                 self.prelauncher.launch(begun, message, sequence.state, tree)
-            if self.pipelines and not message.drafter_idle:
-                self.listener.listen_beside(by, logits if begun is None else begun)
+            if self.pipelines and not (message.drafter_idle or isinstance(begun, np.ndarray)):
+                launch(logits if begun is None else begun)
             if begun is None:
                 return logits, by, None
             if (settled := self.prelauncher.settle(sequence.taken, begun)) is not None:
@@ -387,7 +384,6 @@ class Verifier:
         if by is not self._last_pass:
             by.waited, by.ended = by.started - self._idle_since, now
             self._last_pass = by
-            self.listener.on_pass(by)
         # The next line may lose the core to whoever waited for the outcome.
         self._idle_since = now
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.sequence.actions import HandOver, PrecomputeVerify
+from orchestrator.sequence.actions import PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
@@ -128,20 +128,6 @@ class FakeVerifier:
         self.answers: list[VerificationOutcome] = []
         """On their way."""
         self._granted_in, self._left = 0, 0
-        self.prepared: dict[tuple[int, int, int], tuple[int, Verify]] = {}
-        """Round, row and bonus token -> what was handed over last for this outcome."""
-        self.begun: Verify | None = None
-        """What it began last without being asked."""
-
-    def take_over(self, action: HandOver, precomputed: dict[tuple[int, int], Verify]) -> None:
-        """It may begin these by itself, or none any more."""
-        for (row, bonus), number in action.numbers.items():
-            self.prepared.pop((action.round, row, bonus), None)
-            if number:
-                verify = precomputed[row, bonus]
-                assert verify.round == action.round + 1
-                assert verify.nodes[0] == bonus
-                self.prepared[action.round, row, bonus] = number, verify
 
     def receive(self, message: OpenSequence | Verify | Revoke | Extend | CloseSequence) -> None:
         match message:
@@ -165,8 +151,6 @@ class FakeVerifier:
         if not self.answers:
             return None
         first = self.answers.pop(0)
-        if not (first.goes_on or self.answers or self.kv is None):
-            first = self._begin_next(first)
         last = [first, *self.answers][-1]
         while self.kv is not None and last.goes_on and len(self.answers) < 3:
             message = Verify(
@@ -180,15 +164,6 @@ class FakeVerifier:
             if self._random.random() < 0.7:
                 break
         return first
-
-    def _begin_next(self, outcome: VerificationOutcome) -> VerificationOutcome:
-        found = self.prepared.get((outcome.round, outcome.row, outcome.bonus))
-        if found is None:
-            return outcome
-        number, self.begun = found
-        self._granted_in, self._left = self.begun.round, self.begun.granted
-        self.answers = [self._announce(self.begun, self._verify(self.begun))]
-        return replace(outcome, began=number)
 
     def _announce(self, message: Verify, outcome: VerificationOutcome) -> VerificationOutcome:
         goes_on = self._left > 0 and outcome.bonus not in message.stop_ids
@@ -382,15 +357,11 @@ class Stack:
         sampling: Sampling | None = None,
         trees: bool = False,
         tree_nodes: int = 0,
-        verify_ahead: bool | None = None,
-        punctuality: float = 1.0,
         row_ms: float = 1.0,
     ) -> None:
         self.trees = trees
         """Whether new services take trees."""
         self._row_ms = row_ms
-        self.punctuality = punctuality
-        """Share of what is handed over that the verifier gets in time."""
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
         self.target = target
         self.limits = limits
@@ -415,14 +386,7 @@ class Stack:
             prompt=prompt,
             sampling=sampling or Sampling(),
             limits=limits,
-            planner=Planner(
-                mode,
-                self.estimates,
-                num_draft_tokens,
-                budget,
-                tree_nodes=tree_nodes,
-                verify_ahead=verify_ahead,
-            ),
+            planner=Planner(mode, self.estimates, num_draft_tokens, budget, tree_nodes=tree_nodes),
             recorder=Recorder(0.0),
         )
 
@@ -442,10 +406,6 @@ class Stack:
                     self._check_drafter(message)
                 case PrecomputeVerify(row, bonus, verify):
                     self.precomputed[row, bonus] = verify
-                case HandOver() if self.verifier is not None:
-                    # What comes too late is as if it had never been sent.
-                    if self.random.random() < self.punctuality:
-                        self.verifier.take_over(action, self.precomputed)
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
@@ -567,12 +527,7 @@ class Stack:
         if self.sequence.is_precomputed(outcome):
             expected = self.precomputed[outcome.row, outcome.bonus]
         before = len(self.actions)
-        begins = outcome.began and self.sequence.is_awaiting(outcome.round)
         self.do(self.sequence.decide(outcome, self.now))
-        if begins and self.verifier is not None and self.verifier.begun is not None:
-            assert self.sequence.is_awaiting(self.verifier.begun.round)
-            assert self.sequence.current.nodes == self.verifier.begun.nodes
-            self._check_verify(self.verifier.begun)
         self.do(self.sequence.record(self.now))
         if expected is not None:
             assert ToVerifier(expected) == self.actions[before]

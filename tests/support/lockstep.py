@@ -10,7 +10,7 @@ from contextlib import closing
 import msgspec
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.sequence.actions import Action, HandOver, PrecomputeVerify, ToDrafter, ToVerifier
+from orchestrator.sequence.actions import Action, ToDrafter, ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
@@ -21,16 +21,13 @@ from protocol.messages import (
     DraftTree,
     Features,
     Prefilled,
-    PreparedRound,
     ReadTarget,
     Sampling,
     Statistics,
     Tokens,
     VerificationOutcome,
     Verify,
-    VerifyAhead,
 )
-from protocol.transport.codec import encode
 from services.drafter.backends.base import DraftBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
@@ -52,23 +49,19 @@ class Lockstep:
         num_draft_tokens: the lookahead.
         sampling: of both models.
         tree_nodes: see `Planner`.
-        verify_ahead: likewise.
         deliver: what reaches the drafter, in what order, when the verifier sends its states.
     """
 
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
         *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int = 0,
-        verify_ahead: bool = False, branches: int = 0,
+        branches: int = 0,
         deliver: Callable[[Features], list[Features]] = lambda message: [message],
     ) -> None:  # fmt: skip
         self._verifier, self._drafter = verifier, Drafter(backend)
         self._deliver, self._asked = deliver, 0
         self._to_drafter: deque[Work] = deque()
         self._to_verifier: deque[Work] = deque()
-        self._precomputed: dict[tuple[int, int], Verify] = {}
-        self._ahead: list[VerifyAhead] = []
-        verifier.listener.take = self._take_ahead
         self._now = 0.0
         self._rounds = 0
         self._before_round: Callable[[int], None] = lambda _: None
@@ -77,14 +70,7 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            planner=Planner(
-                "ssd",
-                CostModel(),
-                num_draft_tokens,
-                branches,
-                tree_nodes=tree_nodes,
-                verify_ahead=verify_ahead,
-            ),
+            planner=Planner("ssd", CostModel(), num_draft_tokens, branches, tree_nodes=tree_nodes),
             recorder=Recorder(0.0),
         )
         self._verify(CloseSequence(sequence=1))  # a former request's
@@ -136,10 +122,6 @@ class Lockstep:
             else:
                 assert isinstance(answer, Prefilled)
 
-    def _take_ahead(self) -> list[VerifyAhead]:
-        found, self._ahead = self._ahead, []
-        return found
-
     def _verify(self, message: Work) -> None:
         """Carry out a message, and what follows it unasked."""
         if isinstance(message, Verify):
@@ -152,8 +134,6 @@ class Lockstep:
                     self._end_round(answer)
                     if self.sequence.phase is Phase.FINISHED:
                         return
-                    if answer.began:
-                        self._begin_round()
 
     def _end_round(self, answer: VerificationOutcome) -> None:
         self._now += _VERIFY_MS / 1e3
@@ -168,13 +148,5 @@ class Lockstep:
                     self._to_verifier.append(message)
                 case ToDrafter(message):
                     self._to_drafter.append(message)
-                case PrecomputeVerify(row, bonus, verify):
-                    self._precomputed[row, bonus] = verify
-                case HandOver(number, changes):
-                    rounds = [
-                        PreparedRound(*key, which, encode(self._precomputed[key]) if which else b"")
-                        for key, which in changes.items()
-                    ]
-                    self._ahead.append(VerifyAhead(sequence=1, round=number, rounds=rounds))
                 case _:
                     pass

@@ -87,7 +87,6 @@ class RunningStack:
         tokens: Tokens | None = None,
         num_draft_tokens: int = 0,
         tree_nodes: int = 0,
-        verify_ahead: bool | None = None,
         when: Callable[[int], None] | None = None,
     ) -> Answered:
         """Ask and wait; `when` is called with the number of tokens after each message."""
@@ -101,7 +100,6 @@ class RunningStack:
             mode=mode,
             num_draft_tokens=num_draft_tokens,
             tree_nodes=tree_nodes,
-            verify_ahead=verify_ahead,
         )
         got: Tokens = []
         text = ""

@@ -67,7 +67,6 @@ def test_the_table_of_drafting_names_drafter_states_and_lags() -> None:
             "ar": figures(17.0),
             "ssd": msgspec.structs.replace(
                 figures(31.0), acceptance_rate=0.5, drafter="head H", state_bytes_per_round=16e3,
-                ahead_rounds=0.25,
                 offered_by_lag=[4, 0, 2], accepted_by_lag=[3, 0, 0],
             ),
         },
@@ -76,7 +75,6 @@ def test_the_table_of_drafting_names_drafter_states_and_lags() -> None:
     rows = dict(zip(map(str, names.cells), map(str, ssd.cells), strict=True))
     assert rows["drafter"] == "head H"
     assert rows["states, kB a round"].startswith("16.0")
-    assert rows["rounds begun unasked"] == "0.25"
     assert rows["accepted at lag 1"].startswith("0.75")
     assert rows["accepted at lag 3"].startswith("0.0")
     assert "accepted at lag 2" not in rows

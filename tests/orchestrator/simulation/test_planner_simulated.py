@@ -189,26 +189,6 @@ FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.
 """A GPU for the target, one for the drafter, as measured."""
 
 
-def count_unasked(device: Device, alpha: float) -> float:
-    """The share of hits after which the verifier goes on by itself."""
-    runs = [
-        simulate(
-            Scenario(device=device, acceptance=AcceptanceModel(alpha=alpha), tokens=500, seed=seed),
-            Strategy(),
-        ).statistics
-        for seed in range(3)
-    ]
-    return sum(run.ahead_rounds for run in runs) / sum(run.cache_hits for run in runs)
-
-
-def test_rounds_begin_unasked_where_that_pays() -> None:
-    """With a fast drafter; not on two cores, nor where the time would be missing for drafts."""
-    fast, slow = (Device(t_verify=10.0, t_draft=step_ms, ipc=0.5) for step_ms in (0.8, 2.5))
-    assert count_unasked(fast, 0.5) > 0.7
-    assert count_unasked(TWO_CORES, 0.5) < 0.2
-    assert count_unasked(slow, 0.8) < 0.2
-
-
 def test_the_paper_s_speed_up() -> None:
     """SSD over SD about 1.55, over plain decoding above 4, hit rate about .9 (third parties: 1.54,
     4.2, .88, with Theorem 12's shares; learned ones hit more often)."""

@@ -128,13 +128,7 @@ DELIVERIES: dict[str, Callable[[], Deliver]] = {
 
 
 def start(
-    name: str,
-    head: Path,
-    sampling: Sampling,
-    deliver: Deliver,
-    nodes: int = NODES,
-    *,
-    ahead: bool = False,
+    name: str, head: Path, sampling: Sampling, deliver: Deliver, nodes: int = NODES
 ) -> Lockstep:
     return Lockstep(
         verifier_of(FORMATS[name]),
@@ -144,7 +138,6 @@ def start(
         num_draft_tokens=3,
         sampling=sampling,
         tree_nodes=nodes,
-        verify_ahead=ahead,
         branches=BRANCHES,
         deliver=deliver,
     )
@@ -178,20 +171,14 @@ def test_missing_and_wrong_states_change_no_token(
 def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int | None) -> None:
     """With filters, and a temperature of the drafter's own."""
     sampling = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=3, draft_temperature=0.5)
-    asked = finish(name, start(name, head, sampling, at_once, nodes), sampling)
-    unasked = finish(name, start(name, head, sampling, at_once, nodes, ahead=True), sampling)
-    assert nodes or not asked.tree_rounds
-    assert (asked.rounds, asked.cache_hits) == (unasked.rounds, unasked.cache_hits)
-    assert unasked.ahead_rounds == unasked.cache_hits
+    statistics = finish(name, start(name, head, sampling, at_once, nodes), sampling)
+    assert nodes or not statistics.tree_rounds
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["asked", "unasked"])
-def test_a_head_that_is_swapped_in_again_changes_no_token(
-    name: str, head: Path, *, ahead: bool
-) -> None:
+def test_a_head_that_is_swapped_in_again_changes_no_token(name: str, head: Path) -> None:
     """It is sent the states of all that is committed, and goes on from there."""
     sampling = SAMPLINGS["T0.7"]
-    line = start(name, head, sampling, at_once, ahead=ahead)
+    line = start(name, head, sampling, at_once)
 
     def swap(rounds: int) -> None:
         if rounds in {3, 6}:
