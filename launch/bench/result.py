@@ -11,7 +11,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 

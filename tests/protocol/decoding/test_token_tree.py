@@ -99,7 +99,6 @@ def test_a_chain_costs_nothing_more_on_the_wire() -> None:
         fan_out=[1, 1, 2],
         depth=3,
         siblings=0,
-        grown_siblings=0,
     )
     for message in (sent, msgspec.msgpack.encode(prepare)):
         assert not any(word in message for word in (b"parents", b"siblings"))

@@ -21,6 +21,7 @@ from services.kv.replay import size_pass
 from services.kv.slots import round_to_bucket
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, load
+from services.verifier import target_model
 from services.verifier.target_model import prepare
 from services.verifier.verifier import Verifier
 from tests.support.tiny_models import FAMILIES, write_tiny_model
@@ -60,12 +61,19 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     return found
 
 
+@pytest.fixture
+def mlx_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MLX compute all passes: it does not count what the C program for CPUs takes."""
+    monkeypatch.setattr(target_model, "equip", lambda _module: False)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tmp_path_factory.mktemp("models") / "llama"
     return load(write_tiny_model(folder, "llama", config=HEADS))
 
 
+@pytest.mark.usefixtures("mlx_passes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_takes_no_more_than_is_reckoned(tmp_path: Path, family: str, free: Free) -> None:
     """MLX's own count of the highest memory of a pass is below what was asked for."""
@@ -198,11 +206,13 @@ def test_joined_products_have_as_many_queries(tmp_path: Path) -> None:
     assert pass_memory._count_queries(model) == numbers
 
 
-def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> None:
+@pytest.mark.usefixtures("mlx_passes")
+def test_the_reckoning_is_of_the_right_size(tmp_path: Path, free: Free) -> None:
     """Ten times of what a pass takes are enough: chunks are not shortened without need."""
-    target = prepare(model.module)
-    kv = measure_kv(model.module, target.states.make)
-    memory = PassMemory(model.module, kv, lambda: False, logits=False)
+    module = load(write_tiny_model(tmp_path, "llama", config=HEADS)).module
+    target = prepare(module)
+    kv = measure_kv(module, target.states.make)
+    memory = PassMemory(module, kv, lambda: False, logits=False)
     taken = take(target, target.states.make(), 512)
     free.bytes = pass_memory._RESERVE + 10 * taken
     memory.check([(target.states.make(), 512)])

@@ -176,7 +176,7 @@ def test_bad_input_is_one_sentence(
 def test_a_missing_target_is_named(tmp_path: Path) -> None:
     """No folder, no hub name: exit code 3."""
     code, _, err = ssd_distill("--target", tmp_path / "none", "--out", tmp_path / "out")
-    assert (code, "no model folder" in err) == (3, True)
+    assert (code, "no model at" in err) == (3, True)
 
 
 def test_the_form_of_conversations(target: Path, tmp_path: Path) -> None:
