@@ -54,7 +54,7 @@ from protocol.version import install_hint
 @click.option(
     "--modes",
     show_default=",".join(NAMES),
-    help="all, or a list. Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
+    help="all, or a list. Knobs may be fixed, as in ssd:k=4:b=16, ssd:tree-nodes=8, ssd:rejection, "
     "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
 )
 @click.option("--profile", is_flag=True, help="Only predict the gain here, in half a minute.")

@@ -19,6 +19,7 @@ from orchestrator.text import prompt_encoder
 from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, Result
 from orchestrator.text.prompt_process import PromptLimits, PromptProcess
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding import grammar_check
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import Busy, ServiceLost, UsageError
 from protocol.messages import (
@@ -66,8 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[Make]:
-    """Encoders whose workers are ended after the test."""
+def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Encoders whose workers are ended after the test; grammars have time on a busy machine."""
+    monkeypatch.setattr(grammar_check, "_LONGEST_S", DEADLINE_S)
     made: list[PromptEncoder] = []
 
     def create(limits: PromptLimits = LIMITS) -> PromptEncoder:
