@@ -21,7 +21,7 @@ from orchestrator.requests.probation import Probation
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
 from orchestrator.requests.rotation import Rotation
-from orchestrator.requests.timeouts import Timeouts, seconds_left
+from orchestrator.requests.timeouts import Timeouts
 from orchestrator.sequence.phase import Phase
 from orchestrator.status import StatusReporter
 from orchestrator.text.prompt_encoder import PromptEncoder
@@ -128,7 +128,9 @@ class Orchestrator:
         poller.read(self._prompts.descriptor)
         freeze_heap()
         while True:
-            poller.wait(seconds_left(self._requests.running.values(), _TICK_S, time.monotonic()))
+            self._status.steps.end()
+            poller.wait(self._timeouts.seconds_left(self._requests.running.values(), _TICK_S))
+            self._status.steps.begin()
             for received in take_some(self._services.receive):
                 self._on_service_message(*received)
             self._executor.catch_up()
@@ -382,14 +384,13 @@ class Orchestrator:
         self._start_waiting()
 
     def _count_streams(self) -> None:
-        running = self._requests.running
         self._estimates.streams = max(1, self._requests.counts[0])
-        self._registry.draws = any(request.draws for request in running.values())
+        self._registry.draws = any(one.draws for one in self._requests.running.values())
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         self._requests.update_window(now)
-        for request in self._timeouts.find_late(self._requests.running.values(), now):
+        for request in self._timeouts.find_late(self._requests.running.values()):
             self._executor.run(request, self._timeouts.give_up, request)
         for peer, reason in self._registry.find_hanging(now):
             self._mark_for_kill(peer, reason)

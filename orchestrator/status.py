@@ -17,6 +17,7 @@ from protocol.messages import (
     Status,
     StatusRequest,
 )
+from protocol.process.step_times import StepTimes
 
 _MOST_SEQUENCES = 64
 """Most sequences that are described one by one."""
@@ -43,6 +44,8 @@ class StatusReporter:
         self._registry = registry
         self._requests = requests
         self._estimates = estimates
+        self.steps = StepTimes()
+        """Of the orchestrator's loop."""
 
     def report(self, question: StatusRequest, *, serving: bool, dropped: int, now: float) -> Status:
         """Return the answer to a status request.
@@ -61,6 +64,7 @@ class StatusReporter:
             question=question.question,
             serving=serving,
             dropped=dropped,
+            longest_step_ms=1e3 * self.steps.longest_s,
             pid=self._pid,
             model=self._model,
             services=[self._describe_service(peer) for peer in registry.peers.values()],

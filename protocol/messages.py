@@ -600,7 +600,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     is_background: bool = False
     """Whether requests that are not may go before it: nobody waits for its answer."""
     count_only: bool = False
-    """Only count the prompt's tokens: Finished comes at once, without an answer."""
+    """Only tokenise the prompt: Finished comes at once, with its tokens and without an answer."""
     progress: bool = False
     """Whether the client wants `Progress` while its prompt is computed."""
 
@@ -784,6 +784,8 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     stop_string: str = ""
     """The stop string that ended the answer, if one did."""
     error: str = ""
+    prompt: Tokens = []
+    """The prompt itself, if it was only to be counted."""
     timeline: list[TraceEvent] = []
     """If it was asked for."""
 
@@ -892,6 +894,8 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Processes that hang or send invalid messages, by pid, and why: the supervisor kills them."""
     dropped: int = 0
     """Messages, ever, to services and clients that were gone or did not read."""
+    longest_step_ms: float = 0.0
+    """Processor time of the longest step of the orchestrator's loop in the last seconds."""
     request: int = 0
     """The request that was asked about."""
     question: int = 0

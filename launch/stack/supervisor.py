@@ -45,6 +45,7 @@ from protocol.messages import (
     SwapDrafter,
     ToSupervisor,
 )
+from protocol.process.awake_clock import awake_time
 from protocol.transport.address import find_tcp_error
 from protocol.transport.channel import Hub
 
@@ -247,14 +248,14 @@ class Supervisor:
         self._report_state(role, "died" if again else "lost", reason)
         self._starting.discard(role)
         if again:
-            self._absent[role] = time.monotonic()
+            self._absent[role] = awake_time()
 
     def _start_again(self, role: str) -> None:
         """Raises OSError if there is no room for another process now; then it is tried again."""
         try:
             self._spawn(role)
         except OSError as error:
-            if time.monotonic() - self._absent[role] > self._settings.start_timeout_s:
+            if awake_time() - self._absent[role] > self._settings.start_timeout_s:
                 self.failure = RuntimeFailure(f"the {role} cannot be started again: {error}")
             raise
         del self._absent[role]

@@ -135,8 +135,18 @@ class Intake:
         )
         request.digest = digest
         if message.count_only:
-            for answer in request.last_messages("length", ""):
-                self._clients.send(peer, answer)
+            statistics = request.sequence.recorder.summarise()
+            count = len(prompt)
+            self._clients.send(
+                peer,
+                Finished(
+                    request=message.request,
+                    reason="length",
+                    prompt_tokens=count,
+                    prompt=prompt,
+                    statistics=statistics,
+                ),
+            )
             return
         self._queue.add(request)
         self._on_admitted()

@@ -1,4 +1,4 @@
-"""Deadlines of the waits for services, and their consequences. Pure; times in seconds.
+"""Deadlines of the waits for services, and their consequences. Times in seconds.
 
 A verification that misses its deadline ends the request. A draft that misses it only ends the wait:
 that wait lasts while a draft is likely to arrive and not much longer, and starts again with each
@@ -6,12 +6,13 @@ depth that arrives. A drafter that has failed to deliver gets a very short wait 
 something again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
 from orchestrator.sequence.phase import Phase
+from protocol.process.awake_clock import awake_time
 
 _FIRST_DRAFT_WAIT_S = 0.5
 """Wait for a draft before any draft has been timed."""
@@ -25,11 +26,23 @@ _LATE_WAIT_S = 0.02
 
 
 class Timeouts:
-    """Sets and checks the deadlines of all requests."""
+    """Sets and checks the deadlines of all requests.
+
+    Args:
+        estimates: how long drafts and passes take.
+        draft_timeout_s: longest wait for a draft.
+        verify_timeout_s: longest wait for a verification.
+        clock: of the deadlines; while this process sleeps, none of them comes nearer.
+    """
 
     def __init__(
-        self, estimates: CostModel, draft_timeout_s: float, verify_timeout_s: float
+        self,
+        estimates: CostModel,
+        draft_timeout_s: float,
+        verify_timeout_s: float,
+        clock: Callable[[], float] = awake_time,
     ) -> None:
+        self._clock = clock
         self._estimates = estimates
         self._draft_timeout_s = draft_timeout_s
         self._verify_timeout_s = verify_timeout_s
@@ -53,14 +66,14 @@ class Timeouts:
         return next((curve.of(1) for curve in [*observed, *curves] if curve.is_known), 0.0)
 
     def start(self, request: Request, now: float) -> None:
-        """Set the deadline of the service that the request now waits for."""
+        """Set the deadline of the service that the request waits for since `now` (monotonic)."""
         match request.sequence.phase:
             case Phase.VERIFYING:
-                request.deadline = now + self._verify_timeout_s
+                request.deadline = self._clock() + self._verify_timeout_s
                 if request.sequence.recorder.verifying_since is None:
                     request.sequence.recorder.verifying_since = now
             case Phase.DRAFTING:
-                request.deadline = now + self.draft_wait_s
+                request.deadline = self._clock() + self.draft_wait_s
             case Phase.STRANDED | Phase.HELD | Phase.FINISHED:
                 request.deadline = None
 
@@ -70,9 +83,16 @@ class Timeouts:
         if request is not None and request.sequence.phase is Phase.DRAFTING:
             self.start(request, now)
 
-    def find_late(self, requests: Iterable[Request], now: float) -> list[Request]:
+    def find_late(self, requests: Iterable[Request]) -> list[Request]:
         """Return the requests that have waited for too long."""
+        now = self._clock()
         return [r for r in requests if r.deadline is not None and now >= r.deadline]
+
+    def seconds_left(self, requests: Iterable[Request], at_most: float) -> float:
+        """Return the time until the first of these deadlines, between 0 and `at_most`."""
+        deadlines = [request.deadline for request in requests if request.deadline is not None]
+        now = self._clock()
+        return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))
 
     def give_up(self, request: Request) -> list[Action]:
         """End the wait of a request, or the request."""
@@ -82,9 +102,3 @@ class Timeouts:
         limit = self._verify_timeout_s
         reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
         return request.sequence.finish("error", reason)
-
-
-def seconds_left(requests: Iterable[Request], at_most: float, now: float) -> float:
-    """Return the time until the first of these deadlines, between 0 and `at_most`."""
-    deadlines = [request.deadline for request in requests if request.deadline is not None]
-    return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))

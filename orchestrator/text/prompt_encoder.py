@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from orchestrator.text.prompt_process import PromptLimits, PromptProcess
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.chat_template import OutOfBounds, limit_work
@@ -37,6 +39,7 @@ from protocol.messages import (
     Generate,
     Tokens,
 )
+from protocol.process.awake_clock import awake_time
 from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
@@ -131,8 +134,9 @@ class PromptEncoder:
             )
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if grammar or message.tokens:
-            digest = hashlib.blake2b(repr((data, grammar, message.tokens)).encode()).digest()
-            job = _Job(digest, prompt, len(data), grammar, message.tokens, time.monotonic())
+            more = msgspec.msgpack.encode((grammar, message.tokens))
+            digest = hashlib.blake2b(digest + more, digest_size=16).digest()
+            job = _Job(digest, prompt, len(data), grammar, message.tokens, awake_time())
             self._submit(ticket, message, job)
             return None
         if (kept := self._kept.get(digest)) is not None:
@@ -228,8 +232,8 @@ class PromptEncoder:
             self._kept.popitem(last=False)
 
     def _check(self, job: _Job) -> None:
-        """Check the grammar in a separate thread, then pass the prompt on."""
-        if time.monotonic() - job.since > _WAIT_S:
+        """In a thread of its own: check the grammar, then pass the prompt on."""
+        if awake_time() - job.since > _WAIT_S:
             self._answer(job, Busy("too many grammars are being checked; try again later"))
             return
         try:

@@ -4,11 +4,11 @@ import os
 import queue
 import sys
 import threading
-import time
 from pathlib import Path
 
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
 from protocol.messages import Message
+from protocol.process.awake_clock import awake_time
 from protocol.process.child import ERROR_PREFIX, pin_to_cores
 from protocol.process.logs import configure_logging
 from protocol.transport.codec import Decoder
@@ -69,18 +69,18 @@ class LeaderChannel:
             raise DeadlineExceeded(f"rank 0 did not go on within {timeout_s} s") from None
 
     def _read(self, silence_s: float) -> None:
-        heard, beaten = time.monotonic(), 0.0
+        heard, beaten = awake_time(), 0.0
         beats = False  # rank 0 begins to once all have loaded
         try:
             while True:
                 if self._pipe.ready(BEAT_S / 2):
                     message = self._pipe.receive(0.0, "message")
-                    heard = time.monotonic()
+                    heard = awake_time()
                     if isinstance(message, Beat):
                         beats = True
                     else:
                         self._inbox.put(message)
-                now = time.monotonic()
+                now = awake_time()
                 if now - beaten >= BEAT_S:
                     beaten = now
                     self.send(Beat())

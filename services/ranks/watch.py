@@ -9,10 +9,10 @@ orchestrator notices that.
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from protocol.errors import DeadlineExceeded, RuntimeFailure, StreamEnded
+from protocol.process.awake_clock import awake_time
 from protocol.process.closeable import Closeable
 from services.ranks.messages import Beat, Left, Loaded, RankFacts
 from services.ranks.process import RankProcess
@@ -74,7 +74,7 @@ class FollowerWatch(Closeable):
         while not self._closing.is_set():
             for descriptor, _ in self._poll.poll(1e3 * _TICK_S):
                 self._read(self._followers[descriptor])
-            now = time.monotonic()
+            now = awake_time()
             if self._beating and now - beaten >= BEAT_S:
                 beaten = now
                 self._beat()
@@ -85,7 +85,7 @@ class FollowerWatch(Closeable):
             while follower.ready(0.0):
                 message = follower.receive(0.0, "message")
                 if follower.rank in self._heard or isinstance(message, Loaded):
-                    self._heard[follower.rank] = time.monotonic()
+                    self._heard[follower.rank] = awake_time()
                 match message:
                     case Beat():
                         pass

@@ -6,7 +6,6 @@ sentence; the supervisor's restart budget then decides, and requests decode plai
 """
 
 import logging
-import time
 
 from protocol.errors import (
     DeadlineExceeded,
@@ -28,6 +27,7 @@ from protocol.messages import (
     ToService,
     Welcome,
 )
+from protocol.process.awake_clock import awake_time
 from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel, Poller
 from protocol.transport.codec import Decoder
@@ -125,7 +125,7 @@ class _Relay:
     def _forget(self) -> None:
         """There is another orchestrator, to which what is open here means nothing."""
         for number in self._pending.sequences:
-            self._to_drafter(CloseSequence(sequence=number), time.monotonic())
+            self._to_drafter(CloseSequence(sequence=number), awake_time())
 
     def _relay(self, channel: Channel[ToService]) -> bool:
         """Relay until told to stop (True), or until the orchestrator is another one (False)."""
@@ -135,7 +135,7 @@ class _Relay:
             self._peer.watch(poller)
             waiting = channel.ready(0.0) or self._peer.ready(0.0)
             poller.wait(0.0 if waiting else _TICK_S)
-            now = time.monotonic()
+            now = awake_time()
             # News first: it may make what the drafter says next worthless.
             while channel.ready(0.0):
                 message = channel.receive(0.0, "message")

@@ -1,5 +1,7 @@
 """How long the target waits for a draft."""
 
+from collections.abc import Callable
+
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
@@ -15,10 +17,20 @@ from tests.orchestrator.test_registry import DRAFTER
 from tests.orchestrator.text.test_stop_strings import stoppable
 
 
-def timeouts(usual_ms: float) -> Timeouts:
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timeouts(usual_ms: float, clock: Callable[[], float] = lambda: 10.0) -> Timeouts:
     estimates = CostModel()
     estimates.backup_ms.value = usual_ms
-    return Timeouts(estimates, draft_timeout_s=5.0, verify_timeout_s=600.0)
+    return Timeouts(estimates, draft_timeout_s=5.0, verify_timeout_s=600.0, clock=clock)
 
 
 def drafting() -> Request:
@@ -62,11 +74,16 @@ def test_passes_of_rounds_count_before_those_at_load() -> None:
 
 def test_a_late_drafter_is_hardly_waited_for() -> None:
     """After one draft did not come, the next miss costs 20 ms, until the drafter sends again."""
-    some, request = timeouts(100.0), drafting()
-    some.start(request, 10.0)
+    clock = Clock()
+    some, request = timeouts(100.0, clock), drafting()
+    some.start(request, 3.0)
     assert request.deadline == 11.0
-    assert some.find_late([request], 10.9) == []
-    assert some.find_late([request], 11.0) == [request]
+    clock.now = 10.9
+    assert some.find_late([request]) == []
+    assert some.seconds_left([request], 5.0) == pytest.approx(0.1)
+    clock.now = 11.0
+    assert some.find_late([request]) == [request]
+    assert some.seconds_left([request], 5.0) == 0.0
     some.give_up(request)
     assert request.sequence.phase is Phase.VERIFYING
     assert some.draft_wait_s == 0.02
@@ -76,19 +93,23 @@ def test_a_late_drafter_is_hardly_waited_for() -> None:
 
 def test_each_depth_starts_the_wait_anew() -> None:
     """A draft that keeps arriving is not late, however long all of it takes."""
-    some, request = timeouts(100.0), drafting()
+    clock = Clock()
+    some, request = timeouts(100.0, clock), drafting()
     some.start(request, 10.0)
+    clock.now = 10.8
     some.on_draft(request, 10.8)
     assert request.deadline == 11.8
 
 
 def test_a_verification_that_does_not_end_ends_the_request() -> None:
     """With the name of the setting in the error."""
-    some, request = timeouts(100.0), drafting()
+    clock = Clock()
+    some, request = timeouts(100.0, clock), drafting()
     request.sequence.phase = Phase.VERIFYING
     some.start(request, 10.0)
     assert request.deadline == 610.0
-    assert some.find_late([request], 610.0) == [request]
+    clock.now = 610.0
+    assert some.find_late([request]) == [request]
     actions = some.give_up(request)
     assert request.sequence.phase is Phase.FINISHED
     assert "verify_timeout_s" in str(actions[-1])
