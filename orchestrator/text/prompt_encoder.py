@@ -232,7 +232,7 @@ class PromptEncoder:
             self._kept.popitem(last=False)
 
     def _check(self, job: _Job) -> None:
-        """In a thread of its own: check the grammar, then pass the prompt on."""
+        """Check the grammar in a separate thread, then pass the prompt on."""
         if awake_time() - job.since > _WAIT_S:
             self._answer(job, Busy("too many grammars are being checked; try again later"))
             return

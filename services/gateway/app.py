@@ -19,7 +19,8 @@ from protocol.client.async_client import AsyncClient
 from protocol.errors import SsdError, UsageError
 from protocol.gateway import GatewaySettings
 from protocol.messages import Finished, Text
-from services.gateway.auth import Guard
+from protocol.process.step_times import StepTimes
+from services.gateway.auth import Guard, name_client
 from services.gateway.body import read_body, refuse_unknown, to_header
 from services.gateway.dialects.base import Reader, Reading, Reply, merge
 from services.gateway.dialects.chat_reply import read_chat
@@ -29,7 +30,8 @@ from services.gateway.dialects.messages import parse_count
 from services.gateway.dialects.messages_reply import read_messages
 from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
-from services.gateway.generation import generate
+from services.gateway.generation import generate, share_prompts
+from services.gateway.http.large_bodies import LARGE_BYTES, LargeBodies
 from services.gateway.metrics import Metrics
 from services.gateway.models import Connect, Lease, ServedModel, ServedModels
 from services.gateway.paths import Paths
@@ -53,13 +55,21 @@ class Gateway:
     Args:
         settings: of the gateway.
         connect: makes the client of an orchestrator.
+        steps: of the loop that it runs in.
     """
 
-    def __init__(self, settings: GatewaySettings, connect: Connect = AsyncClient) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        connect: Connect = AsyncClient,
+        *,
+        steps: StepTimes | None = None,
+    ) -> None:
         self._settings = settings
         self._models = ServedModels(settings, connect)
-        self._metrics = Metrics()
+        self._metrics = Metrics(steps)
         self._conversations = Conversations()
+        self._bodies = LargeBodies()
 
     def app(self, key: str) -> ASGIApp:
         """The application, for strangers and friends."""
@@ -101,7 +111,7 @@ class Gateway:
     async def _run(self, application: Starlette) -> AsyncIterator[None]:
         """The application's life; connections and helper processes end with it."""
         del application
-        with self._models:
+        with self._models, self._bodies:
             yield
 
     def _routes(self) -> list[Route]:
@@ -131,15 +141,15 @@ class Gateway:
 
     async def _read_and_answer(self, request: Request, read: Reader, log: RequestLog) -> Response:
         body = await read_body(request, self._settings.max_body_bytes)
-        reading = read(body, self._settings)
+        reading = await self._bodies.read(len(body), read, body, self._settings)
         if self._settings.strict:
             refuse_unknown(reading.task.unknown)
         lease = self._models.lease(reading.task)
         reply = reading.make_reply(lease.model.name)
         log.name = reply.name
 
-        def plan() -> Task:
-            return self._adapt(request, read, body, reading.task, lease.model)
+        async def plan() -> Task:
+            return await self._adapt(request, read, body, reading.task, lease.model)
 
         events = self._generate(lease, plan, reply)
         headers = {_IGNORED: to_header(unknown)} if (unknown := reading.task.unknown) else {}
@@ -153,18 +163,21 @@ class Gateway:
             raise
         return stream
 
-    def _adapt(
+    async def _adapt(
         self, request: Request, read: Reader, body: bytes, task: Task, model: ServedModel
     ) -> Task:
         """The task as it is for a model whose own defaults are known by now."""
         if model.sampling != self._settings.sampling:
-            task = read(body, replace(self._settings, sampling=model.sampling)).task
+            settings = replace(self._settings, sampling=model.sampling)
+            task = (await self._bodies.read(len(body), read, body, settings)).task
         is_background = request.headers.get("x-priority", "").lower() == "background"
-        client = request.client.host if request.client else ""
-        return dataclasses.replace(task, is_background=is_background, client=client)
+        is_large = len(body) >= LARGE_BYTES
+        return dataclasses.replace(
+            task, is_background=is_background, client=name_client(request), is_large=is_large
+        )
 
     async def _generate(
-        self, lease: Lease, plan: Callable[[], Task], reply: Reply
+        self, lease: Lease, plan: Callable[[], Awaitable[Task]], reply: Reply
     ) -> AsyncGenerator[tuple[int, Text | Finished]]:
         """The events of all choices, once the model is loaded.
 
@@ -172,8 +185,10 @@ class Gateway:
         """
         with lease:
             await lease.await_ready(self._settings.load_timeout_s)
-            task, model = plan(), lease.model
+            task, model = await plan(), lease.model
             choices = model.planner.plan(task)
+            if task.is_large and task.choices > 1:
+                await share_prompts(model.client, choices, task.choices)
             status = await model.status()
             model.check_drafter(task.drafter, status)
             reply.open(choices, status)
@@ -199,7 +214,8 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         """Anthropic's API to count a prompt's tokens."""
         body = await read_body(request, self._settings.max_body_bytes)
-        task = parse_count(body, strict=self._settings.strict)
+        strict = self._settings.strict
+        task = await self._bodies.read(len(body), parse_count, body, strict=strict)
         if self._settings.strict:
             refuse_unknown(task.unknown)
         with self._models.lease(task) as lease:

@@ -123,12 +123,26 @@ class Guard:
         return ApiError(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
 
     def _knows_key(self, request: Request) -> bool:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if "x-api-key" in request.headers:  # as Anthropic's clients send it
-            scheme, given = "bearer", request.headers["x-api-key"]
         # Digests have one length, so that comparing them says nothing about the key's.
-        right = hmac.compare_digest(_digest(given.strip().encode()), self._key)
-        return scheme.lower() == "bearer" and right
+        return hmac.compare_digest(_digest(_read_key(request).encode()), self._key)
+
+
+def name_client(request: Request) -> str:
+    """Return the client whose requests share the places: its address and a digest of its key.
+
+    So programs on one machine, or behind one proxy, are different clients if their keys differ.
+    """
+    address = request.client.host if request.client else ""
+    key = _read_key(request)
+    return f"{address} {_digest(key.encode()).hex()[:16]}" if key else address
+
+
+def _read_key(request: Request) -> str:
+    """The key that the client sends; empty if it sends none."""
+    if "x-api-key" in request.headers:  # as Anthropic's clients send it
+        return request.headers["x-api-key"].strip()
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 _NO_KEY = ApiError(

@@ -68,7 +68,6 @@ async def read_body(request: Request, at_most: int) -> bytes:
         raise ApiError(408, reason, code="request_timeout") from error
     except ClientDisconnect as error:
         raise ClientLeft from error
-    check_values(body)
     return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
@@ -96,8 +95,9 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
     """The request in a body, and the names of fields that were left out.
 
     Raises:
-        ApiError: naming the field that is wrong, or unknown if `strict`.
+        ApiError: it holds too much; or naming the field that is wrong, or unknown if `strict`.
     """
+    check_values(body)
     try:
         fields = msgspec.json.decode(body, type=kind)
         unknown = _list_once(find_unknown(msgspec.json.decode(body), kind))

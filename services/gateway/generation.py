@@ -1,7 +1,7 @@
 """One answer's events from the orchestrator, with a bound on how long the model may think."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from msgspec.structs import replace
 
@@ -37,6 +37,43 @@ async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text |
                 yield replace(event, prompt_tokens=max(0, event.prompt_tokens - len(tokens)))
             else:
                 yield event
+
+
+async def share_prompts(client: AsyncClient, choices: Sequence[Choice], each: int) -> None:
+    """Have each prompt tokenised once; its choices then ask with its tokens.
+
+    A choice whose thought may be cut short keeps the text, with which it is continued.
+
+    Args:
+        client: of the orchestrator; errors as for `AsyncClient.generate`.
+        choices: of all prompts.
+        each: choices of a prompt.
+    """
+    for first in range(0, len(choices), each):
+        asked = choices[first].request
+        if asked.tokens:
+            continue
+        question = replace(asked, count_only=True, progress=False)
+        async with contextlib.aclosing(client.generate(question)) as events:
+            [prompt] = [event.prompt async for event in events if isinstance(event, Finished)]
+        for choice in choices[first : first + each]:
+            if choice.thought_limit is None:
+                choice.request = _ask_with(choice.request, prompt)
+
+
+def _ask_with(request: Generate, prompt: Tokens) -> Generate:
+    """The request with the tokens of its prompt."""
+    return replace(
+        request,
+        tokens=prompt,
+        text="",
+        messages=[],
+        tools=[],
+        template_options={},
+        answer_start="",
+        # What a model marks calls with is text where there are tools.
+        special_text=request.special_text or bool(request.tools),
+    )
 
 
 def _continue(request: Generate, tokens: Tokens, limit: ThoughtLimit) -> Generate:

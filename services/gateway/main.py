@@ -1,30 +1,30 @@
 """`python -m services.gateway.main SETTINGS`: the gateway process."""
 
 import asyncio
-import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
-from protocol.process.awake_clock import awake_time
 from protocol.process.child import raise_descriptor_limit, run_child
+from protocol.process.step_times import StepTimes
 from services.gateway.app import Gateway
 from services.gateway.http.connections import HttpConnection, count_connections
+from services.gateway.http.loop import ACCEPTS, AwakeLoop, ListeningSocket
 
 _KEEP_ALIVE_S = 30
-_BACKLOG = 512
-"""Connections that are accepted in one step, at most."""
 _SHUTDOWN_S = 1
 """Answers in flight are cut after this long, because the stack ends too."""
 
 
 def run(settings: GatewaySettings) -> None:
     """Serve HTTP on the socket that the supervisor listens on, until told to end."""
+    steps = StepTimes()
     config = uvicorn.Config(
-        Gateway(settings).app(_key(settings.key_file)),
+        Gateway(settings, steps=steps).app(_key(settings.key_file)),
         log_config=None,
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
@@ -33,20 +33,12 @@ def run(settings: GatewaySettings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
         http=HttpConnection,
-        backlog=_BACKLOG,
+        backlog=ACCEPTS,
     )
     HttpConnection.most = count_connections(raise_descriptor_limit())
-    listener = socket.socket(fileno=settings.listener)
-    with listener, asyncio.Runner(loop_factory=AwakeLoop) as runner:
+    listener = ListeningSocket(fileno=settings.listener)
+    with listener, asyncio.Runner(loop_factory=partial(AwakeLoop, steps)) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))
-
-
-class AwakeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers stand still while this process is stopped."""
-
-    def time(self) -> float:
-        """The time of all timers."""
-        return awake_time()
 
 
 def _key(file: str) -> str:

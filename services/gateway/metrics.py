@@ -10,6 +10,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.messages import HISTOGRAM_BOUNDS_MS, Finished, Mode, Status, TimingHistogram
+from protocol.process.step_times import StepTimes
 
 _RECENT = 50
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -39,9 +40,14 @@ class _PhaseTimes(Collector):
 
 
 class Metrics:
-    """A registry of its own, so that two gateways in one process do not mix."""
+    """A registry of its own, so that two gateways in one process do not mix.
 
-    def __init__(self) -> None:
+    Args:
+        steps: of the gateway's loop.
+    """
+
+    def __init__(self, steps: StepTimes | None = None) -> None:
+        self._steps = steps or StepTimes()
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         """What the last answers were like, oldest first."""
         r = self._registry = CollectorRegistry()
@@ -93,6 +99,12 @@ class Metrics:
         self._dropped = Gauge(
             "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
         )
+        self._gateway_step = Gauge(
+            "ssd_gateway_longest_step_seconds", "Of the last ten seconds or more.", registry=r
+        )
+        self._orchestrator_step = Gauge(
+            "ssd_orchestrator_longest_step_seconds", "Of the last ten seconds or more.", registry=r
+        )
         self._running = Gauge("ssd_requests_running", "Being decoded.", registry=r)
         self._waiting = Gauge("ssd_requests_waiting", "In line.", registry=r)
         self._speculating = Gauge(
@@ -142,6 +154,9 @@ class Metrics:
 
     def page(self, statuses: Sequence[Status]) -> bytes:
         """Everything, in Prometheus' text format; what several models do is added up."""
+        self._gateway_step.set(self._steps.longest_s)
+        longest_ms = max((status.longest_step_ms for status in statuses), default=0.0)
+        self._orchestrator_step.set(longest_ms / 1e3)
         plans = [status.planner for status in statuses]
         self._running.set(sum(status.active for status in statuses))
         self._waiting.set(sum(status.waiting for status in statuses))

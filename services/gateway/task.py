@@ -92,6 +92,8 @@ class Task:
     """Who asks: places are shared by client."""
     is_background: bool = False
     """Whether requests of others may go before it."""
+    is_large: bool = False
+    """Whether its prompts are too long to be sent once for each choice."""
     unknown: list[str] = field(default_factory=list)
     """Fields that were left out."""
 

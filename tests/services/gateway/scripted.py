@@ -62,7 +62,8 @@ class ScriptedClient:
             for piece in self._cut(text):
                 await asyncio.sleep(0)
                 yield Text(request=1, tokens=[5], origins=["target"], pieces=[piece])
-            yield finish(self.reason, stop_string=self.stop_string)
+            prompt = [1, 2, 3] if request.count_only else []
+            yield finish(self.reason, stop_string=self.stop_string, prompt=prompt)
         finally:
             self.open -= 1
 

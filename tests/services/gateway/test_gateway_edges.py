@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+import urllib.request
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from services.gateway.dialects.chat import ChatRequest
 from services.gateway.errors import ApiError
 from services.gateway.main import run
 from services.gateway.stream import watch_events
+from tests.services.gateway.scripted import ScriptedClient, serving
 
 STATUS = Status(pid=1, model="/models/large", services=[], active=0, waiting=0)
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -449,3 +451,20 @@ def test_a_key_that_is_gone_opens_no_door(tmp_path: Path) -> None:
         )
         with pytest.raises(UsageError, match="the API key"):
             run(settings)
+
+
+def test_clients_of_one_address_are_told_apart_by_their_keys() -> None:
+    """Whichever header has the key; what the orchestrator gets is a digest of it."""
+    client = ScriptedClient(*"abcd")
+    keys = [{}, {"authorization": "Bearer one"}, {"x-api-key": "one"}, {"x-api-key": "two"}]
+    with serving(client) as url:
+        for headers in keys:
+            body = json.dumps(BODY).encode()
+            given = {"Content-Type": "application/json", **headers}
+            asked = urllib.request.Request(f"{url}/v1/chat/completions", body, given)  # noqa: S310
+            urllib.request.urlopen(asked, timeout=60).close()  # noqa: S310
+    plain, one, again, other = (request.client for request in client.requests)
+    assert plain == "127.0.0.1"
+    assert one == again
+    assert len({plain, one, other}) == 3
+    assert "one" not in one
