@@ -1,5 +1,5 @@
 """The language that the processes share: messages, codec, channels, settings, errors.
 
-Both the services and the orchestrator import this room, and it imports neither.
-It is the only place that imports `zmq`.
+Both the services and the orchestrator import this package, and it imports neither. It is the only
+package that imports `zmq`.
 """

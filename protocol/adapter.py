@@ -1,17 +1,17 @@
-"""LoRA adapters of a target, as `mlx_lm.lora` writes them."""
+"""LoRA adapters of a target, in the format of `mlx_lm.lora`."""
 
 import hashlib
 from pathlib import Path
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-"""What the folder of an adapter holds."""
+"""Files in an adapter's folder."""
 
 
 def identify_adapter(folder: str) -> str:
-    """What tells an adapter from others, and from itself before it was trained on.
+    """Return a string that identifies an adapter and changes whenever it is trained.
 
     Args:
-        folder: of the adapter; empty gives "".
+        folder: folder of the adapter; empty gives "".
 
     Raises:
         OSError: its files cannot be read.

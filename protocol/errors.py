@@ -1,30 +1,30 @@
-"""One exception tree. Each branch owns an exit code, so a script can tell them apart.
+"""The exception tree. Each branch has an exit code, so that scripts can distinguish them.
 
 SsdError
-├── UsageError        2   a flag, setting, prompt or file the user gave is not usable
+├── UsageError        2   a flag, setting, prompt or file of the user is not usable
 ├── ModelError        3   a model folder is missing, broken, unsupported or does not fit its pair
-├── RuntimeFailure    4   a process died, hung, or said something it must not
-│   ├── DeadlineExceeded     a wait took longer than its deadline
+├── RuntimeFailure    4   a process died, hung, or sent something invalid
+│   ├── DeadlineExceeded     a wait exceeded its deadline
 │   ├── ProtocolError        a message could not be decoded, or is illegal in this state
-│   ├── BackendLost          what drafts in another program is gone; this process must end
+│   ├── BackendLost          the external drafting program has ended; so must this process
 │   ├── StreamEnded          the program at the other end of a pipe has closed it
-│   ├── ServiceLost          a process that was needed is gone for good
+│   ├── ServiceLost          a required process has ended for good
 │   ├── NotNumbers           a model's logits are NaN
-│   ├── OutOfMemory          a request needs more memory than there is left for it
+│   ├── OutOfMemory          a request needs more memory than is left for it
 │   └── Busy                 too many requests wait already
 ├── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
-└── ParityError       6   a converted model does not say what its source says
+└── ParityError       6   a converted model disagrees with its source
 """
 
 
 class SsdError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of all exceptions that this project raises deliberately."""
 
     exit_code = 1
 
 
 class UsageError(SsdError):
-    """A flag, setting, prompt or file the user gave is not usable."""
+    """A flag, setting, prompt or file that the user provided is not usable."""
 
     exit_code = 2
 
@@ -36,13 +36,13 @@ class ModelError(SsdError):
 
 
 class RuntimeFailure(SsdError):
-    """A process died, hung, or said something it must not."""
+    """A process died, hung, or sent something invalid."""
 
     exit_code = 4
 
 
 class DeadlineExceeded(RuntimeFailure):
-    """A wait took longer than its deadline; the message names what to raise."""
+    """A wait exceeded its deadline; the message names the setting to raise."""
 
 
 class ProtocolError(RuntimeFailure):
@@ -50,27 +50,27 @@ class ProtocolError(RuntimeFailure):
 
 
 class BackendLost(RuntimeFailure):
-    """What drafts for this process in another program is gone; the process must end too."""
+    """The external program that drafts for this process has ended; the process must end too."""
 
 
 class StreamEnded(RuntimeFailure):
-    """The program at the other end of a pipe has closed it, which is how it says goodbye."""
+    """The program at the other end of a pipe has closed it, its regular way to disconnect."""
 
 
 class ServiceLost(RuntimeFailure):
-    """A process that was needed is gone and its restart budget is spent."""
+    """A required process has ended and its restart budget is spent."""
 
 
 class NotNumbers(RuntimeFailure):
-    """A model's logits are NaN, so that nothing can be chosen from them."""
+    """A model's logits are NaN, so no token can be chosen from them."""
 
 
 class OutOfMemory(RuntimeFailure):
-    """A request needs more memory than there is left for it; the others go on."""
+    """A request needs more memory than is left for it; the other requests continue."""
 
 
 class Busy(RuntimeFailure):
-    """Too many requests wait already; the same request may be taken later."""
+    """Too many requests wait already; the client may retry later."""
 
 
 class LosslessnessError(SsdError):
@@ -80,7 +80,7 @@ class LosslessnessError(SsdError):
 
 
 class ParityError(SsdError):
-    """A converted model does not say what the model says that it came from."""
+    """A converted model disagrees with the model that it was converted from."""
 
     exit_code = 6
 

@@ -11,49 +11,51 @@ from protocol.settings import START_TIMEOUT_S, ChildSettings, Settings
 
 
 class GatewayModel(Settings, frozen=True, kw_only=True):
-    """One model that the gateway offers."""
+    """A model that the gateway offers."""
 
     names: Annotated[list[str], msgspec.Meta(min_length=1)]
-    """What requests may call it; the first is its name in answers."""
+    """Names that requests may use; the first appears in answers."""
     clients_address: str
-    """Where its orchestrator listens for clients."""
+    """Address at which its orchestrator listens for clients."""
     folder: str = ""
-    """Of the target, for how it writes calls of tools; empty: the model server tells."""
+    """Folder of the target, for its tool call format; empty: the model server reports it."""
     sampling: Sampling = Sampling()
-    """What requests get that do not say otherwise; the model server tells, too."""
+    """Defaults of requests; the model server reports them, too."""
     drafters: list[str] = msgspec.field(default_factory=list)
-    """Drafters that requests may name besides the one that runs."""
+    """Drafters that requests may name besides the running one."""
 
 
 class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     """The gateway process."""
 
     models: Annotated[list[GatewayModel], msgspec.Meta(min_length=1)]
-    """The first is for requests that name none."""
+    """Requests that name no model use the first."""
     model_server: str = ""
-    """Where models are asked for before they are used; empty: the only one is always there."""
+    """Address of the model server that loads models; empty: the only model is always there.
+    """
     load_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 3 * START_TIMEOUT_S
     """Longest wait for a model to be loaded."""
     run_dir: str = ""
-    """Folder that goes with the gateway if nobody else removes it; empty: none."""
+    """Folder that the gateway removes if no other process does; empty: none."""
     listener: int
-    """File descriptor of the listening socket. It is the supervisor's, so that connections wait
-    in line while a gateway is replaced."""
+    """File descriptor of the listening socket. The supervisor owns it, so that connections wait
+    in line while a gateway is replaced.
+    """
     hosts: list[str] = msgspec.field(default_factory=list)
-    """Names, besides those of loopback, that requests may be addressed to without a key."""
+    """Host names, besides loopback, that requests without a key may be addressed to."""
     key_file: str = ""
-    """File with the API key, since arguments can be read by everybody; empty: no key."""
+    """File with the API key, since arguments are visible to everyone; empty: no key."""
     allowed_origins: list[str] = msgspec.field(default_factory=list)
-    """Web pages that may use this server from a browser."""
+    """Origins of web pages that may use this server from a browser."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
     strict: bool = False
-    """Whether requests with fields that the gateway does not know are refused."""
+    """Reject requests with unknown fields."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Requests for answers that an address may make in a minute; 0 is any number."""
+    """Most generation requests per address and minute; 0 is unlimited."""
     sampling: Sampling = Sampling()
-    """What requests get that do not say otherwise."""
+    """Defaults of requests."""
     max_draft_tokens: int = 0
-    """Most draft tokens a round that the planner may choose; 0: any number."""
+    """Limit on the planner's draft tokens per round; 0 is unlimited."""
 
     def on_orphaned(self) -> None:
         """Remove the folder that the supervisor cannot."""
@@ -62,5 +64,5 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """See `ChildSettings`."""
+        """Inherited file descriptors (`ChildSettings`)."""
         return (self.lifeline, self.listener)

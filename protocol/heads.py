@@ -1,8 +1,8 @@
-"""Published heads: small drafters that read the target's hidden states, and how to tell them.
+"""Published heads: small drafters that read the target's hidden states.
 
-A head's folder is used as its authors published it: `config.json` and safetensors. What the
-folder is, what it reads and whether it fits a target is decided here, from the small files
-alone, so that a head that does not fit is refused before any process starts.
+A head's folder is used as its authors published it: `config.json` and safetensors. Its format, the
+features it reads and its compatibility with a target are determined here, from the small files
+alone, so that an incompatible head is rejected before any process starts.
 """
 
 import json
@@ -27,37 +27,36 @@ class HeadDescription(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     format: HeadFormat
     layers: list[int]
-    """Whose output it reads, from 0."""
+    """Layers whose output it reads, from 0."""
     config: Config
-    """Of its layers, with what the format adds."""
+    """The configuration of its layers, with the format's additions."""
     tensors: dict[str, list[int]]
-    """Shapes, under the names in the files."""
+    """Shapes, by the names in the files."""
     files: dict[str, str]
-    """Where each tensor is."""
+    """File of each tensor."""
     target_hidden_size: int
     vocabulary_size: int
     """Rows of the target's embedding."""
 
     def value(self, name: str, default: Any = None) -> Any:
-        """An entry of the config, or of what it nests."""
+        """Return an entry of the configuration, or of a nested one."""
         for part in ("dflash_config", "dspark_config", "eagle_config"):
             nested = self.config.get(part)
             if isinstance(nested, dict) and nested.get(name) is not None:
                 return nested[name]
-        found = self.config.get(name)
-        return default if found is None else found
+        entry = self.config.get(name)
+        return default if entry is None else entry
 
 
 def describe_head(folder: Path, target: Path) -> HeadDescription | None:
-    """The head in `folder`; None if it holds something else.
+    """Describe the head in `folder`; return None if it holds something else.
 
     Args:
-        folder: as published.
-        target: the model that it is to draft for.
+        folder: folder as published.
+        target: the model to draft for.
 
     Raises:
-        ModelError: the head is broken, of a kind that is not supported, or made for another
-            target.
+        ModelError: the head is broken, of an unsupported kind, or made for another target.
     """
     config = _read_config(folder)
     if config is None:
@@ -71,13 +70,13 @@ def describe_head(folder: Path, target: Path) -> HeadDescription | None:
         if not _is_mtp(folder, target, config, shape, tensors):
             return None
         head_format = "mtp"
-    found, differences = _compare(folder, head_format, _merge(config), shape, (tensors, files))
+    head, differences = _compare(folder, head_format, _merge(config), shape, (tensors, files))
     if differences:
         raise ModelError(
             f"the head {str(folder)!r} ({head_format}) was not made for the target "
             f"{str(target)!r}: {'; '.join(differences)}"
         )
-    return found
+    return head
 
 
 def _compare(
@@ -87,9 +86,9 @@ def _compare(
     shape: Config,
     contents: tuple[dict[str, list[int]], dict[str, str]],
 ) -> tuple[HeadDescription, list[str]]:
-    """The head, and what keeps it from a target of this shape."""
+    """Return the head, and its incompatibilities with a target of this shape."""
     try:
-        found = HeadDescription(
+        head = HeadDescription(
             folder=str(folder),
             format=head_format,
             layers=_layers(head_format, config, shape),
@@ -99,7 +98,7 @@ def _compare(
             target_hidden_size=int(shape["hidden_size"]),
             vocabulary_size=int(shape["vocab_size"]),
         )
-        return found, _differences(found, shape)
+        return head, _differences(head, shape)
     except KeyError as error:
         raise ModelError(f"config.json of the head {str(folder)!r} lacks {error}") from error
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -107,7 +106,9 @@ def _compare(
 
 
 def _read_config(folder: Path) -> Config | None:
-    """None if there is no such file, or it is no config: then other checks have their say."""
+    """Read the configuration; return None if it is missing or invalid, which other checks
+    report.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -116,24 +117,24 @@ def _read_config(folder: Path) -> Config | None:
 
 
 def _text(config: Config) -> Config:
-    """The part that describes the language model."""
+    """Return the part that describes the language model."""
     nested = config.get("text_config")
     return config | nested if isinstance(nested, dict) else config
 
 
 def _merge(config: Config) -> Config:
-    """Top and layer config in one; the `speculators` packaging nests the layer's."""
+    """Merge top-level and layer configurations; the `speculators` format nests the layer's."""
     nested = config.get("transformer_layer_config")
     merged = config | nested if isinstance(nested, dict) else dict(config)
     return _text(merged)
 
 
 def _format_by_name(config: Config) -> HeadFormat | None:
-    """The format that the config names."""
+    """Return the format that the configuration names."""
     names = [*_architectures(config), config.get("speculators_model_type") or ""]
-    told = " ".join(str(name).lower() for name in names)
-    known: tuple[HeadFormat, ...] = ("eagle3", "dflash2", "dflash", "dspark")
-    return next((one for one in known if one in told), None)
+    text = " ".join(str(name).lower() for name in names)
+    formats: tuple[HeadFormat, ...] = ("eagle3", "dflash2", "dflash", "dspark")
+    return next((one for one in formats if one in text), None)
 
 
 def _may_hold_mtp(config: Config) -> bool:
@@ -150,22 +151,22 @@ def _architectures(config: Config) -> list[Any]:
 def _is_mtp(
     folder: Path, target: Path, config: Config, shape: Config, tensors: dict[str, list[int]]
 ) -> bool:
-    """Whether the folder is to be used for its MTP layers.
+    """Return True if the folder is to be used for its MTP layers.
 
-    Qwen's checkpoints hold them beside the model. Such a folder may draft as a model, too: if
-    it is not the target's own size, it is meant to.
+    Qwen's checkpoints hold them together with the model. Such a folder can also draft as a model,
+    and does unless it has the target's own size.
     """
     held = [name for name in tensors if _MTP in name]
     if not held:
         return False
     if len(held) == len(tensors) or folder.resolve() == target.resolve():
         return True
-    own = _text(config)
-    return all(own.get(n) == shape.get(n) for n in ("hidden_size", "num_hidden_layers"))
+    text = _text(config)
+    return all(text.get(n) == shape.get(n) for n in ("hidden_size", "num_hidden_layers"))
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Shape and file of every tensor."""
+    """Read the shape and file of every tensor."""
     shapes: dict[str, list[int]] = {}
     places: dict[str, str] = {}
     paths = sorted(folder.glob("*.safetensors"))
@@ -186,7 +187,7 @@ def _read_tensors(folder: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
 
 
 def _layers(head_format: HeadFormat, config: Config, target: Config) -> list[int]:
-    """Whose output the head reads."""
+    """Return the layers whose output the head reads."""
     count = int(target["num_hidden_layers"])
     if head_format == "mtp":
         return [count - 1]
@@ -197,11 +198,12 @@ def _layers(head_format: HeadFormat, config: Config, target: Config) -> list[int
 
 
 def _eagle3_layers(config: Config, count: int) -> list[int]:
-    """Whose output an EAGLE-3 head reads, of a target of `count` layers.
+    """Return the layers whose output an EAGLE-3 head reads, of a target of `count` layers.
 
-    Two conventions go by one name. vLLM's and speculators' top-level numbers are of layers that
-    the states enter, that is one more; SGLang's and NVIDIA's, in `eagle_config`, are of those
-    that they leave. Conversions carried the second to the first place: known by their default.
+    Two conventions share one name. The top-level numbers of vLLM and speculators name layers that
+    the states enter, that is one more; those of SGLang and NVIDIA, in `eagle_config`, name layers
+    that the states leave. Conversions copied the latter to the place of the former, and are
+    recognised by their defaults.
     """
     name, default = "eagle_aux_hidden_state_layer_ids", [1, count // 2 - 1, count - 4]
     nested = config.get("eagle_config")
@@ -213,41 +215,45 @@ def _eagle3_layers(config: Config, count: int) -> list[int]:
 
 
 def _differences(head: HeadDescription, target: Config) -> list[str]:
-    """What keeps the head from this target, in words."""
-    config, found = head.config, []
+    """Return the differences between the head and this target, in words."""
+    config, differences = head.config, []
     count, kind = int(target["num_hidden_layers"]), str(target.get("model_type", "unknown"))
     if min(head.layers) < 0 or max(head.layers) >= count:
-        found.append(f"it reads the layers {head.layers}, and the target has 0 to {count - 1}")
+        differences.append(
+            f"it reads the layers {head.layers}, and the target has 0 to {count - 1}"
+        )
     made_for = config.get("num_target_layers")
     if made_for is not None and int(made_for) != count:
-        found.append(f"it was made for {made_for} layers, and the target has {count}")
+        differences.append(f"it was made for {made_for} layers, and the target has {count}")
     if head.format == "mtp":
         if not kind.startswith("qwen3_5"):
-            found.append(f"it was made for the Qwen 3.5 family, and the target is {kind!r}")
+            differences.append(f"it was made for the Qwen 3.5 family, and the target is {kind!r}")
         elif int(config["num_hidden_layers"]) != count:
-            found.append(
+            differences.append(
                 f"it was made for {config['num_hidden_layers']} layers, and the target has {count}"
             )
     width = _width_read(head)
     if width != head.target_hidden_size:
-        found.append(
+        differences.append(
             f"it reads states of {width} numbers, and the target's have {head.target_hidden_size}"
         )
     rows = int(config["vocab_size"])
     if rows != head.vocabulary_size:
-        found.append(f"its vocabulary has {rows} rows, and the target's {head.vocabulary_size}")
-    return found
+        differences.append(
+            f"its vocabulary has {rows} rows, and the target's {head.vocabulary_size}"
+        )
+    return differences
 
 
 def _width_read(head: HeadDescription) -> int:
-    """Numbers of one layer's state that the head expects."""
+    """Return the hidden size per layer that the head expects."""
     if head.format == "mtp":
         return int(head.config["hidden_size"])
     name = next((n for n in head.tensors if n.endswith("fc.weight")), None)
     if name is None:
         raise ModelError(f"the head {head.folder!r} has no tensor fc.weight")
     shape = head.tensors[name]
-    # A quantised matrix has fewer columns than numbers.
+    # A quantised matrix has fewer columns than values.
     packed = name.removesuffix("weight") + "scales" in head.tensors
     if packed or len(shape) != 2 or shape[1] % len(head.layers):
         return int(head.value("target_hidden_size") or head.config["hidden_size"])

@@ -1,4 +1,4 @@
-"""The heads of safetensors files: which tensors are there, without reading any."""
+"""Headers of safetensors files: the tensors in a file, without reading their data."""
 
 import json
 import struct
@@ -9,7 +9,7 @@ _LARGEST_HEADER = 100 * 1024**2
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Per tensor its `dtype`, `shape` and `data_offsets`; `__metadata__` if the file has it.
+    """Return `dtype`, `shape` and `data_offsets` per tensor; `__metadata__` if the file has it.
 
     Raises:
         OSError, ValueError, struct.error: the file cannot be read, or is of another format.

@@ -153,9 +153,9 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
 
     def ranks_beside(self, rank: int) -> int:
         """How many ranks are on the machine of this one, itself included."""
-        own = self.hosts[rank]
+        host = self.hosts[rank]
         return sum(
-            other.is_local if own.is_local else not other.is_local and other.name == own.name
+            other.is_local if host.is_local else not other.is_local and other.name == host.name
             for other in self.hosts
         )
 

@@ -1,4 +1,4 @@
-"""What is wrong with a value that does not fit its type, in words for people."""
+"""Error messages for values that do not match their type."""
 
 import re
 from collections.abc import Callable
@@ -16,15 +16,15 @@ _BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _SENTENCES: list[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]]] = [
     (
         re.compile(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)"),
-        lambda found, name: f"{name} must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}",
+        lambda match, name: f"{name} must be {_BOUNDS[match[1]]} {match[2].removesuffix('.0')}",
     ),
     (
         re.compile(r"Expected `([^`]+)`, got `([^`]+)`"),
-        lambda found, name: f"{name} must be {_kinds(found[1])}, not {_kinds(found[2])}",
+        lambda match, name: f"{name} must be {_kinds(match[1])}, not {_kinds(match[2])}",
     ),
     (
         re.compile(r"Expected `(\w+)` of length (>=|<=|==) (\d+)"),
-        lambda found, name: f"{name} must have {_LENGTHS[found[2]]}{found[3]} {_unit(found[1])}",
+        lambda match, name: f"{name} must have {_LENGTHS[match[2]]}{match[3]} {_unit(match[1])}",
     ),
     (
         re.compile(r"Expected `str` matching regex .*", re.DOTALL),
@@ -32,28 +32,28 @@ _SENTENCES: list[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]]] = 
     ),
     (
         re.compile(r"Invalid enum value (.*)", re.DOTALL),
-        lambda found, name: f"{name} cannot be {found[1]}",
+        lambda match, name: f"{name} cannot be {match[1]}",
     ),
     (
         re.compile(r"Object contains unknown field `([^`]*)`"),
-        lambda found, name: f"{_inside(name)}there is no {found[1]!r}",
+        lambda match, name: f"{_inside(name)}there is no {match[1]!r}",
     ),
     (
         re.compile(r"Object missing required field `([^`]*)`"),
-        lambda found, name: f"{_inside(name)}{found[1]!r} is missing",
+        lambda match, name: f"{_inside(name)}{match[1]!r} is missing",
     ),
 ]
-"""What the validator says, and what people read, given the value's name."""
+"""Patterns of the validator's messages, and our sentence given the value's name."""
 
 
 def describe(error: msgspec.ValidationError) -> str:
-    """The sentence, with the path of the value in front of it: "temperature must be at most 2"."""
+    """Return the sentence, starting with the value's path: "temperature must be at most 2"."""
     matched = _PLACE.match(str(error))
     what, path = (matched["what"], matched["path"] or "") if matched else (str(error), "")
     name = path.lstrip(".") or _WHOLE
     for pattern, sentence in _SENTENCES:
-        if found := pattern.fullmatch(what):
-            return sentence(found, name)
+        if match := pattern.fullmatch(what):
+            return sentence(match, name)
     return f"{name}: {what}"
 
 

@@ -1,1 +1,1 @@
-"""The client's end of a request to an orchestrator."""
+"""The client side of a request to an orchestrator."""

@@ -1,4 +1,4 @@
-"""The client's end for programs that run on asyncio: many requests at once."""
+"""The asyncio client of an orchestrator: many concurrent requests."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, TypeVar
@@ -25,7 +25,7 @@ from protocol.transport.channel import configure
 from protocol.transport.codec import Decoder, encode
 
 _MOST_SOCKETS = 8192
-"""Requests at once, each of which has one."""
+"""Most concurrent requests; each has a socket."""
 
 Inbound = TypeVar("Inbound", bound=Message)
 
@@ -40,31 +40,31 @@ class AsyncConnection(Generic[Inbound]):
     ) -> None:
         self._decoder = decoder
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        # The plain socket below it: sending must be possible where nothing may be awaited.
+        # The plain socket below it: messages are also sent where awaiting is impossible.
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         configure(self._plain, address)
         self._plain.connect(address)
 
     def send(self, message: Message) -> None:
-        """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
+        """Queue a message; raise RuntimeFailure if the peer no longer reads."""
         try:
             self._plain.send(encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 
     async def receive(self, timeout_s: float) -> Inbound | None:
-        """The next message; None if there is none within `timeout_s` seconds."""
+        """Return the next message; None if none arrives within `timeout_s` seconds."""
         if not await self._socket.poll(max(0, round(1e3 * timeout_s))):
             return None
         return self._decoder.decode(await self._socket.recv())
 
     def close(self) -> None:
-        """Close the connection; what was sent is still delivered."""
+        """Close the connection; queued messages are still delivered."""
         self._socket.close()
 
 
 class AsyncClient(Closeable):
-    """Asks one orchestrator; used within one event loop."""
+    """Sends requests to one orchestrator; used within one event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -72,7 +72,7 @@ class AsyncClient(Closeable):
         self._context.max_sockets = _MOST_SOCKETS
 
     async def status(self, timeout_s: float = 10.0) -> Status:
-        """Who is there; raises DeadlineExceeded if nobody answers."""
+        """Return the stack's status; raise DeadlineExceeded if the orchestrator does not answer."""
         line = AsyncConnection(self._context, self._address, _DECODER)
         try:
             line.send(StatusRequest())
@@ -81,7 +81,7 @@ class AsyncClient(Closeable):
                 reply = await line.receive(min(SILENCE_S, deadline.remaining))
                 if isinstance(reply, Status):
                     return reply
-                if reply is None:  # the question may have been lost with an orchestrator
+                if reply is None:  # the question may have been lost in a restart
                     line.send(StatusRequest())
         finally:
             line.close()
@@ -93,11 +93,11 @@ class AsyncClient(Closeable):
         """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
 
         Args:
-            request: its number need only be unlike 0.
-            on_progress: called while its prompt is computed, if it asks for that.
+            request: the request; its number must not be 0.
+            on_progress: called during prefill if the request has `progress` set.
 
         Raises:
-            UsageError: the request is wrong.
+            UsageError: the request is invalid.
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """

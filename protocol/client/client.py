@@ -1,4 +1,4 @@
-"""The client's end: ask an orchestrator for text, its status, or to stop."""
+"""The synchronous client of an orchestrator: generate text, ask for its status, stop it."""
 
 import contextlib
 import itertools
@@ -32,16 +32,16 @@ class Client:
         self._channel: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
         self._numbers = itertools.count(1)
         self.on_progress: Callable[[Progress], None] = lambda _: None
-        """Called while the prompt of a request is computed that asked for it (`Generate`)."""
+        """Called during the prefill of a request that has `progress` set (`Generate`)."""
         self._asked = 0
         self._missed: deque[FromOrchestrator] = deque()
-        """Parts of answers that came while a status was waited for."""
+        """Parts of answers that arrived during a wait for a status."""
         """How often the status was asked for."""
 
     def status(self, timeout_s: float = _REPLY_S) -> Status:
-        """Who is there; raises DeadlineExceeded if nobody answers.
+        """Return the stack's status; raise DeadlineExceeded if the orchestrator does not answer.
 
-        A question may be lost with an orchestrator that dies, so it is asked again and again.
+        The question is repeated, since it may be lost with an orchestrator that dies.
         """
         deadline, first = Deadline(timeout_s), self._asked + 1
         while True:
@@ -50,7 +50,7 @@ class Client:
             turn = Deadline(min(SILENCE_S, deadline.remaining))
             while self._channel.ready(turn.remaining):
                 reply = self._channel.receive(0.0, "status of the orchestrator")
-                # Not what was asked before and came too late.
+                # Skip late answers to earlier questions.
                 if isinstance(reply, Status) and not reply.request and reply.question >= first:
                     return reply
                 self._missed.append(reply)
@@ -58,11 +58,11 @@ class Client:
                 raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
     def request_status(self) -> None:
-        """Ask without waiting; `poll_status` picks the answer up."""
+        """Ask without waiting; `poll_status` returns the answer."""
         self._channel.send(StatusRequest())
 
     def poll_status(self) -> Status | None:
-        """The latest status that has arrived, without waiting."""
+        """Return the latest status that has arrived, without waiting."""
         latest: Status | None = None
         while self._channel.ready(0.0):
             reply = self._channel.receive(0.0, "status of the orchestrator")
@@ -73,14 +73,14 @@ class Client:
         return latest
 
     def number(self) -> int:
-        """A request number that this client has not used."""
+        """Return a request number that this client has not used."""
         return next(self._numbers)
 
     def generate(self, request: Generate) -> Generator[Text | Finished]:
         """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
 
         Raises:
-            UsageError: the request is wrong.
+            UsageError: the request is invalid.
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
@@ -91,12 +91,12 @@ class Client:
     def generate_many(
         self, requests: Iterable[Generate], at_once: int
     ) -> Generator[tuple[int, Text | Finished]]:
-        """Generate several answers, `at_once` at a time: yield (number, message) as they come.
+        """Generate several answers, `at_once` at a time: yield (number, message) as they arrive.
 
         The first error ends all of them; errors as for `generate`.
         """
-        self.status()  # raises if nobody is there
-        self._channel.await_news(0.0)  # what is new is new from now on
+        self.status()  # raises if there is no orchestrator
+        self._channel.await_news(0.0)  # only later connections count as new
         self._missed.clear()
         waiting = deque(requests)
         sessions: dict[int, RequestSession] = {}
@@ -115,9 +115,9 @@ class Client:
                 self._channel.send(Cancel(request=number))
 
     def _next(self, sessions: dict[int, RequestSession]) -> list[tuple[int, Text | Finished]]:
-        """Return what the next message says to these requests; nothing after a silence.
+        """Return the events of the next message; empty after a silence.
 
-        Whether they are still served is also asked when the connection is a new one.
+        On a new connection, also check that the requests are still served.
         """
         if not self._missed and not self._channel.await_news(SILENCE_S):
             for session in sessions.values():
@@ -133,7 +133,7 @@ class Client:
         return [(n, event) for n, event in events if isinstance(event, Text | Finished)]
 
     def report_service_down(self, message: ServiceDown) -> None:
-        """The supervisor's note that a process ended."""
+        """Report to the orchestrator that a process has ended; sent by the supervisor."""
         self._channel.send(message)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A gateway's end of the way to the model server: use a model, and ask which there are."""
+"""The gateway's client of the model server: claim a model, and list the models."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ _DECODER: Decoder[FromModelServer] = Decoder(FromModelServer)
 
 
 class ModelUse(Closeable):
-    """A model that stays loaded until this is closed."""
+    """A claim on a model, which stays loaded until this is closed."""
 
     def __init__(self, line: AsyncConnection[FromModelServer]) -> None:
         self._line: AsyncConnection[FromModelServer] | None = line
 
     async def await_ready(self, timeout_s: float) -> ModelReady:
-        """Return when the model can be used: what is to be known about it.
+        """Wait until the model can be used; return its description.
 
         Raises:
-            SsdError: it cannot be, with the reason.
-            DeadlineExceeded: that is not known after so many seconds.
+            SsdError: the model cannot be used; the message names the reason.
+            DeadlineExceeded: it is not ready within `timeout_s` seconds.
         """
         deadline = Deadline(timeout_s)
         while self._line is not None and not deadline.passed:
@@ -52,7 +52,7 @@ class ModelUse(Closeable):
         raise DeadlineExceeded(f"the model was not loaded within {timeout_s:g} s (start_timeout_s)")
 
     def close(self) -> None:
-        """The model is not needed any more; safe to call twice."""
+        """Release the model; safe to call twice."""
         line, self._line = self._line, None
         if line is not None:
             line.send(ReleaseModel())
@@ -60,20 +60,20 @@ class ModelUse(Closeable):
 
 
 class ModelClient(Closeable):
-    """Asks one model server; used within one event loop."""
+    """Sends requests to one model server; used within one event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.asyncio.Context()
 
     def use(self, model: str, drafter: str) -> ModelUse:
-        """Ask for a model, and for one of its drafters unless that is ""; then await it."""
+        """Ask for a model, and for one of its drafters unless that is ""; then await the result."""
         line = self._connect()
         line.send(UseModel(model=model, drafter=drafter))
         return ModelUse(line)
 
     async def list_models(self, timeout_s: float) -> list[ModelStatus]:
-        """All models and their states; raises DeadlineExceeded if nobody answers."""
+        """Return all models and their states; raise DeadlineExceeded without an answer."""
         with self._line() as line:
             line.send(ModelsRequest())
             answer = await line.receive(timeout_s)

@@ -1,1 +1,1 @@
-"""What decides a token, in every process alike: sampling, noise, acceptance, logits processors."""
+"""Shared decoding rules of all processes: sampling, noise, acceptance, logits processors."""

@@ -1,7 +1,7 @@
-"""Chat templates: programs of a model's makers that turn conversations into prompts.
+"""Chat templates: programs shipped with a model that turn conversations into prompts.
 
-They run in Jinja's immutable sandbox, which keeps them from the process but not from its time
-and memory; `limit_work` bounds those.
+They run in Jinja's immutable sandbox, which protects the process but bounds neither time nor
+memory; `limit_work` does.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MOST_BITS = 4096
 _MOST_ITEMS = 1 << 22
-"""Of what a product gives: one operation is not interrupted."""
+"""Size limit of a product: a single operation cannot be interrupted."""
 
 
-class OutOfBounds(Exception):  # it is caught where the limit is known
-    """The work took longer than it may."""
+class OutOfBounds(Exception):  # caught where the limit is set
+    """The work exceeded its time limit."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Its products and powers are of sizes that make sense."""
+    """A sandbox with bounded products and powers."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -48,12 +48,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _measure(value: Any) -> int:
-    """Bits of a whole number."""
+    """Return the number of bits of an integer."""
     return value.bit_length() if isinstance(value, int) else 1
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """The template as mlx-lm and `transformers` would have it; raises jinja2.TemplateError."""
+    """Compile a template with the settings of mlx-lm and `transformers`.
+
+    Raises jinja2.TemplateError.
+    """
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, **options
@@ -64,20 +67,20 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def _raise_exception(message: str) -> None:
-    """What chat templates call to refuse a conversation."""
+    """Raise the error of a chat template that rejects a conversation."""
     raise jinja2.TemplateError(message)
 
 
 @contextlib.contextmanager
 def limit_work(seconds: float, max_bytes: int) -> Iterator[None]:
-    """Inside, this process may take so much processor time, and so much more memory.
+    """Limit the processor time and additional memory of this process within the block.
 
-    An operation of a library is not interrupted. Memory is bounded on Linux alone. Outside of
-    the main thread nothing is.
+    A library call is not interrupted. Memory is limited on Linux only. Outside the main thread
+    nothing is limited.
 
     Raises:
-        OutOfBounds: the time is over.
-        MemoryError: the memory is.
+        OutOfBounds: the time limit was exceeded.
+        MemoryError: the memory limit was exceeded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

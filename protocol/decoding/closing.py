@@ -1,7 +1,7 @@
-"""A short way to the end of an answer that is bound to a grammar, so that a limit cuts no JSON.
+"""Finds a short valid end for a grammar-bound answer, so that a length limit cuts no JSON.
 
-The way need not be the shortest: at each place the token that closes most is taken, which ends
-strings, arrays and objects and writes the shortest values that are required.
+The end need not be the shortest: each step takes the token that closes most, which ends strings,
+arrays and objects and writes the shortest values that are required.
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ from protocol.errors import ProtocolError
 from protocol.messages import Tokens
 
 _CLOSING = tuple('}],:0"tfn123456789-[{')
-"""Characters between values, those first that close the most."""
+"""Characters between values, in order of preference: those that close most come first."""
 _IN_STRING = ("z", "}")
-"""Characters that are allowed together within a string only."""
+"""Characters that are allowed together only within a string."""
 
 
 def find_end(grammar: Grammar, most: int) -> Tokens | None:
-    """The tokens of a way to the answer's end, its stop token included.
+    """Return tokens that end the answer, its stop token included.
 
     Args:
-        grammar: after the answer so far; it is not moved.
-        most: tokens of it.
+        grammar: the grammar after the answer so far; not advanced.
+        most: limit on their number.
 
     Returns:
-        None if no way of that length was found.
+        The tokens, or None if no end of that length was found.
     """
     probe = grammar.copy()
     way: Tokens = []
@@ -36,16 +36,16 @@ def find_end(grammar: Grammar, most: int) -> Tokens | None:
             if not probe.advance(way[-1]):
                 return None
     except ProtocolError:
-        return None  # it costs too much to look at: the answer goes on as it would
+        return None  # too expensive: the answer continues without it
     return None
 
 
 def _choose(tokens: dict[str, int], allowed: AllowedMask) -> int:
-    """The allowed token that closes most; `tokens` are those of single characters."""
+    """Return the allowed token that closes most; `tokens` are those of single characters."""
     in_string = all(c in tokens and allowed[tokens[c]] for c in _IN_STRING)
     for character in '"' if in_string else _CLOSING:
         token = tokens.get(character)
         if token is not None and token < allowed.size and allowed[token]:
             return token
-    # Of the ways to spell a name, long tokens come last in most vocabularies.
+    # Most vocabularies list long tokens last: prefer them to spell a name.
     return int(np.flatnonzero(allowed)[-1])

@@ -1,9 +1,8 @@
-"""Which tokens an answer may continue with, given a grammar: llguidance behind three verbs.
+"""Grammar-constrained decoding: a narrow interface to llguidance.
 
-The library is loaded by the first request that has a grammar. It works in line with what a
-service does for others, so it has limits of its own here, and a grammar that exceeds them is an
-error of its request. What it costs to compile is found out beforehand, in a process that may be
-killed (`grammar_check.py`).
+The library is loaded by the first request that has a grammar. It runs inline with the work for
+other requests, so it has limits here, and exceeding them is an error of the grammar's request. The
+cost of compiling is measured beforehand, in a process that may be killed (`grammar_check.py`).
 """
 
 import contextlib
@@ -22,15 +21,15 @@ from protocol.messages import MAX_GRAMMAR_CHARACTERS
 _BLANKS = r"[ ]{0,2}|\n[ \t]{0,16}"
 
 MAX_GRAMMAR_BYTES = MAX_GRAMMAR_CHARACTERS
-"""So much of an ordinary schema takes about 0.1 s to compile."""
+"""An ordinary schema of this size takes about 0.1 s to compile."""
 
 AllowedMask = npt.NDArray[np.bool_]
 
 
 def check_grammar(text: str) -> None:
-    """Raises UsageError if this is no grammar, with the library's reason, or is too large.
+    """Raise UsageError if this is not a valid grammar, or is too large.
 
-    It may take any time: use `GrammarChecker` where others would have to wait.
+    May take any time: use `GrammarChecker` where others would have to wait.
     """
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:
@@ -47,21 +46,21 @@ def check_grammar(text: str) -> None:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that follows a schema."""
+    """Return a grammar for JSON that follows a schema."""
     return f"start: {json_rule(schema)}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """The same as a part of a larger grammar.
+    """Return the JSON grammar of a schema as a rule of a larger grammar.
 
-    Whitespace is bounded: left to itself, a model may go on with blanks for ever.
+    Whitespace is bounded, since a model may otherwise emit blanks forever.
     """
     options = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 class Grammar:
-    """A grammar, and how far an answer has come in it."""
+    """A grammar, and the position of an answer in it."""
 
     def __init__(self, matcher: Any, vocabulary_size: int, stop_id: int, folder: Path) -> None:
         self._matcher = matcher
@@ -72,7 +71,7 @@ class Grammar:
 
     @classmethod
     def start(cls, text: str, folder: Path, stop_ids: Iterable[int]) -> Self:
-        """At an answer's beginning. Compiled grammars are kept for further answers.
+        """Create the state at the beginning of an answer; compiled grammars are cached.
 
         Args:
             text: the grammar (`messages.LogitsOptions.grammar`).
@@ -80,19 +79,19 @@ class Grammar:
             stop_ids: the tokens that may end the answer where the grammar allows an end.
 
         Raises:
-            UsageError: it cannot be used with this model.
+            UsageError: the grammar cannot be used with this model.
         """
         stops = tuple(sorted(stop_ids))
         compiled, size = _compile(text, folder, stops)
         return cls(compiled.deep_copy(), size, stops[0], folder)
 
     def copy(self) -> "Grammar":
-        """The same place, from which another continuation may be tried."""
+        """Return a copy at the same position, for trying another continuation."""
         return Grammar(self._matcher.deep_copy(), self._size, self.stop_id, self._folder)
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the answer may end here."""
+        """True if the answer may end here."""
         return bool(self._matcher.is_accepting())
 
     @property
@@ -101,7 +100,9 @@ class Grammar:
         return _list_characters(self._folder)
 
     def advance(self, token: int) -> bool:
-        """Take one more token; False, and no step, if it is not allowed here.
+        """Consume a token; return False, unchanged, if it is not allowed here.
+
+        Raises:
 
         Raises:
             ProtocolError: the grammar exceeds a limit here (so do the other methods).
@@ -112,21 +113,21 @@ class Grammar:
         return taken == 1
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may come next, one after the other; no step is taken."""
-        # The library gives up for good on a token that it does not know.
-        known = next((i for i, t in enumerate(tokens) if t >= self._size), len(tokens))
+        """Return how many of these tokens are allowed in sequence; the state does not change."""
+        # The library permanently fails on an unknown token.
+        in_vocabulary = next((i for i, t in enumerate(tokens) if t >= self._size), len(tokens))
         with _catch_panics(ProtocolError):
-            count = int(self._matcher.validate_tokens(list(tokens[:known])))
+            count = int(self._matcher.validate_tokens(list(tokens[:in_vocabulary])))
         self._check()
         return count
 
     def rollback(self, count: int) -> None:
-        """Forget the last `count` tokens."""
+        """Undo the last `count` tokens."""
         if count and not self._matcher.rollback(count):
             raise ProtocolError(f"the grammar cannot go back by {count} tokens")
 
     def compute_mask(self) -> AllowedMask:
-        """[vocabulary] whether each token may come next."""
+        """Return [vocabulary] True for tokens that may come next."""
         with _catch_panics(ProtocolError):
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -142,7 +143,7 @@ class Grammar:
 
 @lru_cache(maxsize=16)
 def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, int]:
-    """The matcher at an answer's beginning, and the size of its vocabulary."""
+    """Return the matcher at the beginning of an answer, and the vocabulary size."""
     from llguidance import LLMatcher  # noqa: PLC0415  # heavy, rarely needed
 
     tokenizer = _tokenizer(folder, stop_ids)
@@ -155,8 +156,9 @@ def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, i
 
 @cache
 def _limits() -> Any:
-    """llguidance's own: symbols, the work to build the lexer (50,000 a ms), its states (1-2 kB
-    each), and the work for one mask (fuel: 14,000 a ms, items: 20,000 a ms)."""
+    """llguidance's limits: symbols, the work to build the lexer (50,000 a ms), its states (1-2
+    kB each), and the work for one mask (fuel: 14,000 a ms, items: 20,000 a ms).
+    """
     from llguidance import LLParserLimits  # noqa: PLC0415  # heavy, rarely needed
 
     return LLParserLimits(
@@ -175,7 +177,7 @@ def _tokenizer(folder: Path, stop_ids: tuple[int, ...]) -> Any:
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return LLTokenizer(text, eos_token=list(stop_ids))
-    # The library raises ValueError, or whatever a broken file leads it into.
+    # The library raises ValueError, or any other error caused by a broken file.
     except Exception as error:
         raise UsageError(f"grammars cannot be used with this tokenizer: {error}") from error
 
@@ -189,7 +191,7 @@ def _list_characters(folder: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _catch_panics(kind: type[UsageError | ProtocolError]) -> Iterator[None]:
-    """A panic of the library, which Python's `Exception` does not cover, is an error as others."""
+    """Convert panics of the library, which are not an `Exception`, to ordinary errors."""
     try:
         yield
     except BaseException as error:

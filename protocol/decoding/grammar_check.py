@@ -1,4 +1,4 @@
-"""Whether a grammar can be used, found out in a process of its own, within a deadline."""
+"""Checks grammars in a separate process, within a deadline."""
 
 import json
 import logging
@@ -22,23 +22,22 @@ from protocol.transport.pipes import READ_BYTES, readable, write_all
 _log = logging.getLogger(__name__)
 
 _START_S = 120.0
-"""For the process to start: libraries, and a tokenizer of any size on a busy machine."""
+"""Time limit for the process to start and load a tokenizer of any size on a busy machine."""
 _LONGEST_S = 15.0
-"""For one grammar, however little of a processor the process is given."""
+"""Wall-clock limit for one grammar, however little processor time the process gets."""
 _WRITE_S = 5.0
-"""For the process to take a grammar: it does nothing else meanwhile."""
+"""Time limit for the idle process to receive a grammar."""
 _REMEMBERED = 256
 _ATTEMPTS = 2
-"""A process may die for other reasons; a grammar that it dies of twice is to blame."""
+"""Attempts per grammar: a process may die for other reasons once; the second death counts."""
 
 
 class GrammarChecker(Closeable):
-    """Checks grammars one after the other, for any thread; remembers what it found.
+    """Checks grammars one after the other, for any thread; caches the results.
 
     Args:
-        folder: the model folder, for its tokenizer; empty: whether a grammar can be read is all
-            that is checked.
-        deadline_s: for one grammar, of a processor's time: on a busy machine it takes longer.
+        folder: the model folder, for its tokenizer; if empty, only the syntax is checked.
+        deadline_s: limit for one grammar in processor time; on a busy machine it takes longer.
     """
 
     def __init__(self, folder: str, deadline_s: float = DEADLINE_S) -> None:
@@ -47,18 +46,18 @@ class GrammarChecker(Closeable):
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
-        """Held by who talks to the process."""
+        """Held while a thread communicates with the process."""
         self._closed = False
         self._known: OrderedDict[str, str] = OrderedDict()
-        """Grammar -> why it cannot be used; empty if it can."""
+        """Reason why each grammar cannot be used; empty if it can."""
 
     def check(self, grammar: str) -> None:
         """Return if the models can use the grammar; blocks for seconds at worst.
 
         Raises:
-            UsageError: it cannot be used, or costs too much, with the limit.
-            ServiceLost: the process that checks them was ended by others, again and again.
-            RuntimeFailure: it does not start.
+            UsageError: the grammar cannot be used, or exceeds a limit that the message names.
+            ServiceLost: other programs killed the checking process repeatedly.
+            RuntimeFailure: the checking process does not start.
         """
         if (reason := self._known.get(grammar)) is None:
             reason = self._find_error(grammar)
@@ -66,7 +65,7 @@ class GrammarChecker(Closeable):
             raise UsageError(reason)
 
     def recall(self, grammar: str) -> str | None:
-        """What `check` found earlier: why it cannot be used, "" if it can, None if unknown."""
+        """Return a cached error of `check`, "" if the grammar is usable, None if it is unknown."""
         return self._known.get(grammar)
 
     def _find_error(self, grammar: str) -> str:
@@ -132,19 +131,19 @@ class GrammarChecker(Closeable):
         self._process = None
 
     def close(self) -> None:
-        """End the process, whatever it is at work on; no grammar is checked after that."""
+        """End the process even while it works; later grammars are rejected."""
         self._closed = True
         if self._process is not None:
-            self._process.kill()  # whoever waits for it goes on
+            self._process.kill()  # wakes the thread that waits for it
         with self._turn:
             self._end()
 
 
 def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
-    """The answer to a grammar; None if that takes too much of a processor's time.
+    """Return the answer to a grammar; None if it exceeds its processor time.
 
     Raises:
-        RuntimeFailure: the process is gone, is stopped, or is not given a processor.
+        RuntimeFailure: the process has ended, is stopped, or gets no processor time.
     """
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
     assert process.stdout is not None  # noqa: S101
@@ -164,7 +163,7 @@ def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float)
 
 
 def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
-    """What it has had of a processor's time; raises RuntimeFailure if it is gone."""
+    """Return the process's processor time; raise RuntimeFailure if it has ended."""
     try:
         times = psutil.Process(process.pid).cpu_times()
     except psutil.Error as error:
@@ -173,10 +172,10 @@ def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str | None:
-    """What the process says, a JSON string; None if it says nothing in time.
+    """Return the process's next line, a JSON string; None after the timeout.
 
     Raises:
-        RuntimeFailure: it is gone.
+        RuntimeFailure: the process has ended.
     """
     assert process.stdout is not None  # noqa: S101  # it was started with pipes
     deadline, line = Deadline(timeout_s), b""

@@ -1,8 +1,8 @@
 """`python -m protocol.decoding.grammar_worker [FOLDER]`: checks grammars, one JSON string a line.
 
-A schema may cost any amount of time and memory to compile. Here that harms nobody: whoever
-started this process kills it at a deadline, and it limits itself. What is found acceptable here
-is acceptable to the models, which compile it once more and go by the same limits.
+A schema may cost any amount of time and memory to compile. In this process that harms no other
+request: the parent kills it at a deadline, and it limits itself. A grammar that is accepted here is
+accepted by the models, which compile it again within the same limits.
 """
 
 import contextlib
@@ -19,29 +19,28 @@ from protocol.decoding.grammar import Grammar, check_grammar
 from protocol.errors import ProtocolError, UsageError
 
 DEADLINE_S = 3.0
-"""For one grammar, of a processor's time; then the process is killed."""
+"""Processor time for one grammar; then the process is killed."""
 _ALARM_S = 10.0
-"""The same, in case nobody is left to kill it."""
+"""Limit that the process sets itself, in case its parent has died."""
 _MEMORY_BYTES = 4 * 1024**3
 MAX_COMPILE_S = 1.0
-"""Of a processor's time: the models compile it in line with other work."""
+"""Processor time to compile: the models compile inline with other work."""
 MAX_MASK_S = 0.25
-"""The same for the mask of one token."""
+"""Processor time for the mask of one token."""
 _STEPS = 24
-"""Tokens of a trial answer."""
+"""Tokens of a sample answer."""
 _STRIDE = 7919
-"""The trial takes any of the allowed tokens, but always the same ones."""
+"""Stride through the allowed tokens, so that the sample answer is deterministic."""
 _ANY_STOP = 0
-"""Which token ends an answer makes no difference to what a grammar costs."""
+"""The choice of the stop token does not affect the cost of a grammar."""
 
 
 def find_grammar_error(grammar: str, folder: Path | None) -> str:
-    """Why a grammar cannot be used; empty if it can.
+    """Return why a grammar cannot be used; empty if it can.
 
     Args:
-        grammar: its text.
-        folder: the model folder, for its tokenizer; None: whether it can be read is all that
-            is checked.
+        grammar: the text of the grammar.
+        folder: the model folder, for its tokenizer; if None, only the syntax is checked.
     """
     try:
         if folder is not None:
@@ -52,14 +51,14 @@ def find_grammar_error(grammar: str, folder: Path | None) -> str:
         if folder is None:
             return ""
         started = time.process_time()
-        begun = Grammar.start(grammar, folder, [_ANY_STOP])
+        matcher = Grammar.start(grammar, folder, [_ANY_STOP])
         compiled = max(validated, time.process_time() - started)
         if compiled > MAX_COMPILE_S:
             return (
                 f"the answer's grammar or schema takes {compiled:.1f} s to compile; at most "
                 f"{MAX_COMPILE_S:g} s are taken: simplify its patterns and references"
             )
-        return _try_answer(begun)
+        return _try_answer(matcher)
     except (UsageError, ProtocolError) as error:
         return str(error)
     except MemoryError:
@@ -67,12 +66,12 @@ def find_grammar_error(grammar: str, folder: Path | None) -> str:
 
 
 def _load_tokenizer(folder: Path) -> None:
-    """The first grammar must not pay for it."""
+    """Load the tokenizer before the first grammar is timed."""
     Grammar.start('start: "a"', folder, [_ANY_STOP])
 
 
 def _try_answer(grammar: Grammar) -> str:
-    """What goes wrong in the first steps of some answer; empty if nothing does."""
+    """Return the error in the first steps of a sample answer; empty if there is none."""
     for step in range(_STEPS):
         started = time.process_time()
         allowed = np.flatnonzero(grammar.compute_mask())
@@ -89,7 +88,7 @@ def _try_answer(grammar: Grammar) -> str:
 
 def main() -> None:
     """Answer each line of standard input with a line, until it ends."""
-    with contextlib.suppress(ValueError, OSError):  # not every system has it
+    with contextlib.suppress(ValueError, OSError):  # not available on every system
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

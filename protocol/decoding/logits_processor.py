@@ -1,11 +1,11 @@
-"""What a request does to logits before a token is drawn: bias, penalties, grammar.
+"""Logits processors of a request: bias, penalties, grammar.
 
-All are functions of the tokens before a position, so target and drafter apply them alike,
-position by position along a chain or a branch, and speculation changes no answer. In this
-order, as mlx-lm does: the bias is added; the repetition penalty divides positive logits and
-multiplies negative ones of every token of prompt and answer; the presence penalty is taken
-once, and the frequency penalty once per occurrence, from the tokens of the answer; what the
-grammar forbids becomes minus infinity.
+All are functions of the tokens before a position, so target and drafter apply them alike, position
+by position along a chain or a branch, and speculation changes no answer. The order is mlx-lm's: the
+bias is added; the repetition penalty divides positive logits and multiplies negative ones of every
+token of prompt and answer; the presence penalty is subtracted once, and the frequency penalty once
+per occurrence, from the tokens of the answer; tokens that the grammar forbids become minus
+infinity.
 """
 
 from collections import Counter
@@ -21,17 +21,19 @@ from protocol.errors import ProtocolError
 from protocol.messages import LogitsOptions, Tokens
 
 _SPARE_TOKENS = 4
-"""A token may open something, as a comma does a name and a value, which takes others to close."""
+"""A token may open something, as a comma does a name and a value, which needs other tokens to
+close.
+"""
 _EARLIER_TOKENS = 32
 _LEAST_ROOM = 8
-"""Tokens of an answer besides what its grammar requires."""
+"""Tokens of an answer beyond those that its grammar requires."""
 _LONGEST_END = 512
 _DECISIVE = 100.0
-"""A bias of this size bans a token, or all the others: OpenAI's largest."""
+"""A bias of this size bans a token, or all others: OpenAI's maximum."""
 
 
 class BannedTokens:
-    """The tokens that a request's bias rules out; none without options."""
+    """The tokens that a request's bias bans; none without options."""
 
     def __init__(self, options: LogitsOptions | None) -> None:
         biases = options.logit_bias if options is not None else ()
@@ -39,7 +41,7 @@ class BannedTokens:
         self._only = frozenset(token for token, bias in biases if bias >= _DECISIVE)
 
     def count_allowed(self, tokens: Tokens) -> int:
-        """How many of these tokens stand before the first that is ruled out."""
+        """Return how many of these tokens precede the first banned one."""
         return next(self._iter_banned(tokens), len(tokens))
 
     def _iter_banned(self, tokens: Tokens) -> Iterator[int]:
@@ -52,10 +54,10 @@ class LogitsProcessor:
     """The state of one sequence after some of its tokens, at one model.
 
     Args:
-        options: what the request wants.
+        options: the request's options.
         folder: the model folder, for a grammar's tokenizer.
         tokens: the sequence so far.
-        head_ids: what the columns of a trimmed head stand for; None: column i is token i.
+        head_ids: token ids of the columns of a trimmed head; None: column i is token i.
     """
 
     def __init__(
@@ -78,14 +80,14 @@ class LogitsProcessor:
         self._seen: Counter[int] = Counter()
         self._said: Counter[int] = Counter()
         self._stray = 0
-        """Tokens at the end that the grammar does not allow: nothing after them is shaped by it."""
+        """Trailing tokens that the grammar does not allow: it does not constrain what follows."""
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, tokens: Tokens) -> None:
-        """These tokens follow."""
+        """Append tokens."""
         for token in tokens:
             answer = len(self._tokens) >= self._options.answer_from
             self._tokens.append(token)
@@ -108,23 +110,23 @@ class LogitsProcessor:
         self._stray = max(0, self._stray - len(answered))
 
     def branch(self, length: int) -> "LogitsProcessor":
-        """A copy after the first `length` tokens, to try a continuation with."""
+        """Return a copy after the first `length` tokens, for trying a continuation."""
         copy = object.__new__(LogitsProcessor)
         copy.__dict__.update(self.__dict__)
-        copy._tokens = list(self._tokens)  # a copy of our own
+        copy._tokens = list(self._tokens)  # a separate copy
         copy._seen, copy._said = self._seen.copy(), self._said.copy()
         copy._grammar = self._grammar.copy() if self._grammar else None
         copy.rewind(length)
         return copy
 
     def count_allowed(self, sure: Tokens, draft: Tokens) -> int:
-        """How many draft tokens may follow: no bias bans them, and the grammar allows them.
+        """Return how many draft tokens may follow: not banned by bias, and allowed by the grammar.
 
-        Penalties rule nothing out.
+        Penalties ban nothing.
 
         Args:
-            sure: what stands between the tokens so far and the draft, ruled out or not.
-            draft: the tokens to look at; nothing is moved along them.
+            sure: tokens between those so far and the draft, banned or not.
+            draft: the tokens to check; the state does not advance.
         """
         count = self._bans.count_allowed(draft)
         if not self._grammar or self._stray:
@@ -134,10 +136,10 @@ class LogitsProcessor:
         return max(0, answer + self._grammar.count_allowed(looked_at) - len(sure))
 
     def process(self, row: Floats) -> Floats:
-        """[vocabulary or head] logits after these tokens, as the next token is drawn from."""
+        """Return the [vocabulary or head] logits from which the next token is sampled."""
         row = np.array(row, dtype=np.float32)
-        known = self._biased < row.size
-        np.add.at(row, self._biased[known], self._biases[known])
+        within = self._biased < row.size
+        np.add.at(row, self._biased[within], self._biases[within])
         if self._penalises:
             self._penalise(row)
         if self._grammar and not self._stray:
@@ -145,7 +147,7 @@ class LogitsProcessor:
         return row
 
     def _list_allowed(self, grammar: Grammar) -> AllowedMask:
-        """[vocabulary] what may come next; near the answer's limit, what ends it in time."""
+        """Return [vocabulary] the allowed tokens; near the limit, those that end in time."""
         allowed = grammar.compute_mask()
         left = self._options.answer_until - len(self._tokens)
         if 0 < left <= self._measure_window():
@@ -156,9 +158,9 @@ class LogitsProcessor:
         return allowed
 
     def _measure_window(self) -> int:
-        """How long before its limit the end of the answer is looked for; 0: never.
+        """Return how long before its limit to look for the answer's end; 0: never.
 
-        A limit that leaves room for nothing but what the grammar requires is not kept by force.
+        A limit that leaves no room beyond what the grammar requires is not enforced.
         """
         if self._window is None:
             shape = self._options
@@ -195,22 +197,22 @@ class LogitsProcessor:
     def _forbid(self, row: Floats, allowed: AllowedMask) -> None:
         if self._head_ids is None:
             forbidden = np.ones(row.size, dtype=np.bool_)
-            known = min(row.size, allowed.size)
-            forbidden[:known] = ~allowed[:known]
+            width = min(row.size, allowed.size)
+            forbidden[:width] = ~allowed[:width]
         else:
             forbidden = ~allowed[self._head_ids]
         if not forbidden.all():
             row[forbidden] = -np.inf
         elif self._head_ids is None:
             raise ProtocolError("the grammar leaves no token of this model's vocabulary")
-        # A trimmed head may know none of the allowed tokens; then any draft is as bad.
+        # A trimmed head may have none of the allowed tokens; then any draft is equally bad.
 
 
 def process_rows(processor: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
-    """Move the processor along tokens; returns the logits after each of them, shaped.
+    """Advance the processor along tokens; return the processed logits after each of them.
 
     Args:
-        processor: after the tokens before these; None changes nothing.
+        processor: the state before these tokens; None changes nothing.
         tokens: the next tokens.
         rows: [tokens, vocabulary or head].
     """

@@ -1,4 +1,4 @@
-"""How a model's makers want it sampled: the `generation_config.json` in its folder."""
+"""Sampling parameters that a model recommends: the `generation_config.json` in its folder."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _DIRECT = ("temperature", "top_p", "top_k", "min_p")
 
 
 class _GenerationConfig(msgspec.Struct):
-    """What is read of the file; it has many other fields."""
+    """The fields used of the file; it has many others."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -25,13 +25,14 @@ class _GenerationConfig(msgspec.Struct):
 
 
 def read_model_sampling(folder: str) -> dict[str, Any]:
-    """Fields of `Sampling` that the model's makers recommend; empty if they ask for no sampling.
+    """Return the fields of `Sampling` that the model recommends; empty if it recommends none.
 
     Args:
-        folder: of the model; empty, or one that is on another machine, recommends nothing.
+        folder: folder of the model; nothing is recommended if it is empty or on another
+            machine.
 
     Raises:
-        ModelError: the file cannot be read, or recommends what cannot be done.
+        ModelError: the file cannot be read, or recommends something unsupported.
     """
     path = Path(folder) / _FILE
     if not folder or not path.is_file():
@@ -40,9 +41,11 @@ def read_model_sampling(folder: str) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig)
         if not config.do_sample:
             return {}
-        given = {name: getattr(config, name) for name in _DIRECT}
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        chosen.setdefault("temperature", 1.0)  # as transformers has it
+        values = {name: getattr(config, name) for name in _DIRECT}
+        chosen: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None
+        }
+        chosen.setdefault("temperature", 1.0)  # transformers' default
         if config.repetition_penalty not in (None, 1.0):
             chosen["logits_options"] = {"repetition_penalty": config.repetition_penalty}
         sampling = msgspec.convert(chosen, Sampling)
@@ -53,7 +56,7 @@ def read_model_sampling(folder: str) -> dict[str, Any]:
     return chosen
 
 
-def merge_options(base: LogitsOptions | None, given: dict[str, Any]) -> LogitsOptions | None:
-    """The logits options of `base` with those that were given; None if they change nothing."""
-    options = msgspec.structs.replace(base or LogitsOptions(), **given)
+def merge_options(base: LogitsOptions | None, changes: dict[str, Any]) -> LogitsOptions | None:
+    """Return the logits options of `base` updated by these; None if they change nothing."""
+    options = msgspec.structs.replace(base or LogitsOptions(), **changes)
     return options if options != LogitsOptions() else None

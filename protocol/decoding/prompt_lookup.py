@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last time these words were said. Pure; no model.
+"""Prompt lookup: drafts the continuation of an earlier occurrence of the last tokens. Pure.
 
-A guess of this kind is named, not drawn: under the rejection rule all of q is its own.
+Such a draft is deterministic: under the rejection rule its q is one.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,35 +12,35 @@ from protocol.messages import Tokens
 _LONGEST = 4
 _SHORTEST = 2
 CONFIDENCE = {2: 0.35, 3: 0.55, 4: 0.75}
-"""Assumed rate of acceptance by length of the match; each length has a place of its own where
-such rates are learned."""
+"""Assumed acceptance rate by length of the match; rates are also learned per length."""
 _RUNNER_UP = 0.3
-"""Confidence in the token with which a worse match leaves a better one, as a share of what it would
-be alone: that token is right only where the better match's is wrong."""
+"""Confidence in the token at which a worse match departs from a better one, relative to its own:
+that token is right only where the better match's is wrong.
+"""
 _MOST_MATCHES = 32
-"""Places that are compared: this is done while the target waits."""
+"""Matches to compare: this happens while the target waits."""
 
 
 class Continuations(NamedTuple):
-    """What followed several places, as a tree: what they share is there once."""
+    """Continuations of several matches, as a tree with shared prefixes."""
 
     tokens: Tokens
-    """Parents before their children; the best place's continuation comes first."""
+    """Parents before their children; the best match's continuation comes first."""
     parents: list[int]
-    """Of each token: 0, nothing is before it, or 1 + the index of the token that is."""
+    """Parent of each token: 0 for none, or 1 + its index."""
     confidences: list[float]
 
 
 def find_continuation(
     tokens: Tokens, count: int, possible: Callable[[Tokens], int] = len
 ) -> tuple[Tokens, float]:
-    """What followed the best match, and how sure we are: the longer the match, the surer.
+    """Return the continuation of the best match, and its confidence, which grows with the match.
 
     Args:
-        tokens: what was said.
-        count: how many tokens are wanted.
-        possible: how many of a continuation's tokens may follow; the others are left out, and
-            a match that nothing is left of is passed over.
+        tokens: prompt and answer so far.
+        count: number of tokens to draft.
+        possible: returns how many of a continuation's tokens are allowed; it is cut there, and
+            a match without any is skipped.
     """
     best = next(_continuations(tokens, count, possible), None)
     return best if best is not None else ([], 0.0)
@@ -49,30 +49,30 @@ def find_continuation(
 def find_continuations(
     tokens: Tokens, count: int, most: int, possible: Callable[[Tokens], int] = len
 ) -> Continuations:
-    """What followed the best matches, a branch wherever one goes on differently.
+    """Return the continuations of the best matches, with a branch wherever two differ.
 
     There are `most` branches at most; the first is that of `find_continuation`. Arguments as there.
     """
-    found = Continuations([], [], [])
+    tree = Continuations([], [], [])
     rows: dict[tuple[int, int], int] = {}
     branches = 0
     for continuation, confidence in islice(_continuations(tokens, count, possible), _MOST_MATCHES):
-        branches += _add(found, rows, continuation, confidence)
+        branches += _add(tree, rows, continuation, confidence)
         if branches >= most:
             break
-    return found
+    return tree
 
 
 def _add(
     tree: Continuations, rows: dict[tuple[int, int], int], tokens: Tokens, confidence: float
 ) -> bool:
-    """Add what is new of a continuation; whether anything was, and is a branch of its own.
+    """Add the new part of a continuation; return True if it forms a branch.
 
     Args:
-        tree: so far.
-        rows: (row, token) -> the row of this token behind it; row 0 is before all.
+        tree: the tree to extend.
+        rows: (row, token) -> the row of this token after it; row 0 precedes all.
         tokens: the continuation.
-        confidence: in it.
+        confidence: its confidence.
     """
     row, is_new, goes_on = 0, False, False
     for token in tokens:
@@ -93,23 +93,25 @@ def _continuations(
     tokens: Tokens, count: int, possible: Callable[[Tokens], int]
 ) -> Iterator[tuple[Tokens, float]]:
     for end, length in _matches(tokens):
-        found = tokens[end : end + count]
-        kept = possible(found)
-        if kept or not found:
-            yield found[:kept], CONFIDENCE[length]
+        continuation = tokens[end : end + count]
+        kept = possible(continuation)
+        if kept or not continuation:
+            yield continuation[:kept], CONFIDENCE[length]
 
 
 def find_successors(tokens: Tokens) -> Iterator[int]:
-    """The different tokens that followed earlier occurrences of the ending, best first."""
-    found: set[int] = set()
+    """Yield the distinct successors of earlier occurrences of the ending, best first."""
+    successors: set[int] = set()
     for end, _ in _matches(tokens):
-        if tokens[end] not in found:
-            found.add(tokens[end])
+        if tokens[end] not in successors:
+            successors.add(tokens[end])
             yield tokens[end]
 
 
 def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:
-    """(index after it, length) of earlier occurrences of the ending: longest, latest first."""
+    """Yield (index after it, length) of earlier occurrences of the ending: longest, latest
+    first.
+    """
     ends = _ends(tokens)
     matched: set[int] = set()
     for length in range(_LONGEST, _SHORTEST - 1, -1):
@@ -121,13 +123,13 @@ def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:
 
 
 def _ends(tokens: Tokens) -> list[int]:
-    """Indices behind earlier occurrences of the last token, latest first."""
-    found: list[int] = []
+    """Return the indices after earlier occurrences of the last token, latest first."""
+    ends: list[int] = []
     last = len(tokens) - 1
-    # `index` runs at the speed of C: this is done while the target waits.
+    # `index` runs in C: the target is waiting.
     while last > 0:
         try:
-            found.append(tokens.index(tokens[last], found[-1] if found else 0, last) + 1)
+            ends.append(tokens.index(tokens[last], ends[-1] if ends else 0, last) + 1)
         except ValueError:
             break
-    return found[::-1]
+    return ends[::-1]

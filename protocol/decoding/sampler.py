@@ -1,14 +1,13 @@
-"""How a token is drawn from logits: the coupled rule, on the host, exactly.
+"""Sampling of tokens from logits: the coupled rule, exact, on the host.
 
-The target's token is `argmax(log p / T + g)` over the tokens that the filters keep, with the
-Gumbel noise `g` of `gumbel.py`: an exact sample of the filtered distribution, and a pure
-function of (logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise
-on its own logits, so that it tends to propose the same token (docs/architecture.md,
-"Acceptance").
+The target's token is `argmax(log p / T + g)` over the tokens kept by the filters, with the Gumbel
+noise `g` of `gumbel.py`: an exact sample of the filtered distribution, and a pure function of
+(logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise on its own
+logits, so that it tends to propose the same token (docs/architecture.md, "Acceptance").
 
 Filters see the distribution at temperature 1 and the temperature comes last, as in mlx-lm and
-llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together
-they keep the shortest of these prefixes.
+llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together they keep
+the shortest of these prefixes.
 """
 
 from collections.abc import Sequence
@@ -24,14 +23,14 @@ from protocol.messages import Sampling
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-# Tokens this far (in nats) below the best one are looked at only if their noise demands it.
+# Tokens this far (in nats) below the best one are examined only if their noise requires it.
 _NEAR = 12.0
 _DROPPED = np.float32(1e4)
-"""How far the scores of what a filter drops are put below the others."""
+"""Penalty that keeps filtered tokens below all others."""
 
 
 def sample(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
-    """One token per row.
+    """Return one token per row.
 
     Args:
         logits: [rows, vocabulary] float32, unnormalised.
@@ -59,10 +58,10 @@ def _score(logits: Floats, ids: Ids, position: int, sampling: Sampling) -> Float
 
 
 def _sample_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
-    """The argmax over the whole vocabulary, computing the transform for few tokens only.
+    """Return the argmax over the whole vocabulary, transforming few tokens only.
 
-    A token more than `_NEAR * T` below the best logit wins only with a noise above a known
-    bound, and noise above a bound is hash bits below one: an integer comparison.
+    A token more than `_NEAR * T` below the best logit wins only with a noise above a known bound,
+    and noise above a bound is hash bits below one: an integer comparison.
     """
     top = float(row.max())
     all_ids = np.arange(row.size, dtype=np.uint32)
@@ -86,7 +85,7 @@ def _sample_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
 def score_margin(
     row: Floats, position: int, sampling: Sampling, candidates: Sequence[int]
 ) -> float:
-    """How far the scores of two candidates are apart, in logits: how near a tie they are.
+    """Return the distance of two candidates' scores in logits: how close they are to a tie.
 
     Infinite if the filters keep only one of them.
     """
@@ -103,15 +102,15 @@ def score_margin(
 
 
 def has_filter(sampling: Sampling) -> bool:
-    """Whether top-k, top-p or min-p restrict the distribution."""
+    """Return True if top-k, top-p or min-p restrict the distribution."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def filter_tokens(row: Floats, sampling: Sampling) -> Ids:
-    """Ids that the filters keep, in falling order of logit; never empty.
+    """Return the ids that the filters keep, in falling order of logit; never empty.
 
-    Ties at the border of top-k are broken by the smaller id, so the result is a function of
-    the logits alone.
+    Ties at the border of top-k are broken by the smaller id, so the result is a function of the
+    logits alone.
     """
     top = row.max()
     distance = _NEAR + log(row.size)
@@ -134,7 +133,7 @@ def filter_tokens(row: Floats, sampling: Sampling) -> Ids:
 
 
 def _needs_more(row: Floats, near: Ids, top: np.float32, total: float, sampling: Sampling) -> bool:
-    """Whether a filter's border may lie beyond the near tokens."""
+    """Return True if a filter's border may lie beyond the near tokens."""
     reaches_k = 0 < sampling.top_k <= near.size
     mass = float(np.exp(row[near] - top).sum(dtype=np.float64)) / total
     reaches_p = sampling.top_p < 1.0 and mass >= sampling.top_p
@@ -145,16 +144,16 @@ def _needs_more(row: Floats, near: Ids, top: np.float32, total: float, sampling:
 def score_candidates(
     ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling
 ) -> Floats:
-    """What decides which of a drafter's candidates is chosen: logits under the target's noise.
+    """Score a drafter's candidates: logits under the target's noise.
 
     Args:
         ids: [rows, n] candidate ids, in falling order of logit.
-        logits: [rows, n] their logits; the filters see the distribution of these n alone.
+        logits: [rows, n] their logits; the filters apply to the distribution of these n alone.
         positions: [rows] the absolute position that the chosen token will have.
 
     Returns:
-        [rows, n] logits over the temperature plus noise; of what the filters drop, far below the
-        rest. Of greedy sampling, the logits.
+        [rows, n] logits / temperature + noise; far lower for filtered tokens. For greedy
+        sampling, the logits.
     """
     if is_greedy(sampling):
         return logits
@@ -167,12 +166,12 @@ def score_candidates(
 
 
 def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
-    """A drafter's candidates, best first, by the same noise as the target's.
+    """Return a drafter's candidates, best first, under the target's noise.
 
     Arguments as for `score_candidates`.
 
     Returns:
-        [rows, n] the ids reordered by score; what the filters drop comes last.
+        [rows, n] the ids reordered by score; filtered tokens come last.
     """
     if is_greedy(sampling):
         return ids

@@ -1,4 +1,4 @@
-"""What the sampling parameters of a request mean together. No numbers: `sampler.py` has those."""
+"""Validation and combination of sampling parameters. The arithmetic is in `sampler.py`."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -17,41 +17,41 @@ class Preset(NamedTuple):
     sampling: dict[str, Any]
     """Fields of `Sampling`."""
     max_draft_tokens: int = 0
-    """Most draft tokens a round that the planner may choose; 0: any number."""
+    """Limit on the planner's draft tokens per round; 0 is unlimited."""
 
 
 _PRESETS: dict[PresetName, Preset] = {
-    # What the model's makers recommend; where they do not, greedy, as mlx-lm's own default is:
-    # the same answer every time, and the best acceptance.
+    # The model's recommended parameters; otherwise greedy, which is mlx-lm's default too: a
+    # reproducible answer, and the best acceptance.
     "default": Preset({}),
     "greedy": Preset({"temperature": 0.0}),
     "balanced": Preset({"temperature": 0.7, "top_p": 0.9}),
     "creative": Preset({"temperature": 1.0, "top_p": 0.95, "min_p": 0.05}),
-    # Short drafts: hardly any work is thrown away, which costs little speed and saves energy.
+    # Short drafts: hardly any work is wasted, which costs little speed and saves energy.
     "conservative": Preset({"temperature": 0.3, "top_p": 0.9}, max_draft_tokens=3),
 }
 PRESETS: tuple[PresetName, ...] = tuple(_PRESETS)
 
 _COLDEST = 1e-4
 _EPSILON = 1e-6
-"""How far filters stay from what keeps no token but the best."""
+"""Distance of filters from values that keep only the best token."""
 
 _SUM_TOLERANCE = 1e-3
 """A distribution may come from float32 arithmetic; it is normalised again before use."""
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether the best token always wins: temperature 0, or so low that dividing would overflow."""
+    """Return True if the best token always wins: temperature 0, or low enough to overflow."""
     return sampling.temperature < _COLDEST
 
 
 def uses_rejection(sampling: Sampling) -> bool:
-    """Whether the rejection rule decides; greedily both rules are one."""
+    """Return True if the rejection rule applies; for greedy sampling both rules are equal."""
     return sampling.acceptance == "rejection" and not is_greedy(sampling)
 
 
 def drafter_sampling(sampling: Sampling) -> Sampling:
-    """The parameters by which the drafter chooses its tokens."""
+    """Return the parameters with which the drafter chooses its tokens."""
     temperature, top_p = sampling.draft_temperature, sampling.draft_top_p
     return msgspec.structs.replace(
         sampling,
@@ -61,7 +61,7 @@ def drafter_sampling(sampling: Sampling) -> Sampling:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises UsageError if a parameter, or how they are combined, has no meaning."""
+    """Raise UsageError if a parameter, or a combination of parameters, is invalid."""
     _check_ranges(sampling)
     has_own_distribution = (
         sampling.draft_temperature is not None or sampling.draft_top_p is not None
@@ -82,19 +82,19 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def _check_ranges(sampling: Sampling) -> None:
-    """What a decoded message cannot have, but one that was built here can."""
+    """Check ranges that decoding guarantees, but that Python callers may violate."""
     try:
         msgspec.convert(msgspec.to_builtins(sampling), Sampling)
     except msgspec.ValidationError as error:
         raise UsageError(describe(error).removeprefix("logits_options.")) from error
 
 
-def fit_filters(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace a top-p of 0 and a min-p of 1 by values that keep the best token alone.
+def fit_filters(fields: dict[str, Any]) -> dict[str, Any]:
+    """Replace a top-p of 0 and a min-p of 1 by values that keep only the best token.
 
-    None, for a field that is not given, stays.
+    None, for a field that is not set, is kept.
     """
-    fitted = dict(given)
+    fitted = dict(fields)
     for name, least, most in (("top_p", _EPSILON, 1.0), ("min_p", 0.0, 1.0 - _EPSILON)):
         if fitted.get(name) in (0, 1):
             fitted[name] = min(max(fitted[name], least), most)
@@ -102,9 +102,9 @@ def fit_filters(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:
-    """Whether this can be the distribution that the token was drawn from."""
+    """Return True if the token can have been drawn from this distribution."""
     if not distribution.tokens and not distribution.probabilities:
-        return True  # not drawn, but named
+        return True  # not sampled: proposed deterministically
     return (
         len(distribution.tokens) == len(distribution.probabilities) == len(set(distribution.tokens))
         and all(0.0 <= probability <= 1.0 for probability in distribution.probabilities)
@@ -115,5 +115,5 @@ def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:
 
 
 def get_preset(name: PresetName) -> Preset:
-    """What a preset sets; all else keeps its default."""
+    """Return the values of a preset; all other fields keep their defaults."""
     return _PRESETS[name]

@@ -1,7 +1,7 @@
-"""A tree of tokens under verification: the pending token, and drafts that share beginnings.
+"""A tree of tokens to verify: the pending token, and drafts with shared prefixes.
 
-Its rows are in the order of the message, parents before children; row 0 is the pending token.
-A chain is the tree in which each row follows the one before it.
+Its rows are in the order of the message, parents before children; row 0 is the pending token. A
+chain is the tree in which each row follows the one before it.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from protocol.errors import ProtocolError
 from protocol.messages import MAX_NODES, Tokens
 
 TREE_ROWS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""Sizes of trees, the pending token included: on a GPU the first pass over each number of rows
-prepares kernels, which takes as long as several others."""
+"""Sizes of trees, pending token included: on a GPU the first pass over each number of rows
+prepares kernels, which takes as long as several further passes.
+"""
 CHAIN_ROWS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)
-"""Sizes of chains, likewise."""
+"""Sizes of chains, for the same reason."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """See the module; `read_tree` makes one of a message's fields."""
+    """A token tree (see the module); `read_tree` creates one from a message's fields."""
 
     tokens: Tokens
     parents: list[int]
@@ -31,56 +32,56 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each row follows the one before it."""
+        """True if each row follows the previous one."""
         return self.parents == list(range(len(self.parents)))
 
     @cached_property
     def stem(self) -> int:
-        """How many rows, from the first on, each follow the one before."""
+        """Number of leading rows that each follow the previous one."""
         pairs = enumerate(self.parents)
         return next((row for row, parent in pairs if row != parent), len(self.parents)) + 1
 
     @property
     def sent_parents(self) -> list[int]:
-        """The parents as messages carry them: none for a chain."""
+        """The parents in the format of messages: empty for a chain."""
         return [] if self.is_chain else self.parents
 
     @cached_property
     def depths(self) -> list[int]:
-        """Of each row, its steps from the first: its position, counted from that of row 0."""
-        found = [0]
+        """Steps of each row from the first: its position relative to row 0."""
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return found
+            depths.append(depths[parent] + 1)
+        return depths
 
     def path(self, row: int) -> list[int]:
-        """The rows from the first to this one."""
+        """Return the rows from the first to this one."""
         rows = [row]
         while rows[-1]:
             rows.append(self.parents[rows[-1] - 1])
         return rows[::-1]
 
     def tokens_to(self, row: int) -> Tokens:
-        """The tokens of `path`."""
+        """Return the tokens of `path`."""
         return [self.tokens[one] for one in self.path(row)]
 
     @cached_property
     def children(self) -> list[dict[int, int]]:
-        """Of each row, its children: token -> row."""
-        found: list[dict[int, int]] = [{} for _ in self.tokens]
+        """Children of each row: token -> row."""
+        children: list[dict[int, int]] = [{} for _ in self.tokens]
         for row, parent in enumerate(self.parents, start=1):
-            found[parent][self.tokens[row]] = row
-        return found
+            children[parent][self.tokens[row]] = row
+        return children
 
     def visible(self) -> npt.NDArray[np.bool_]:
-        """[rows, rows] which rows each row sees: its ancestors, and itself."""
-        seen = np.eye(len(self.tokens), dtype=np.bool_)
+        """Return [rows, rows] the attention mask: each row sees its ancestors and itself."""
+        mask = np.eye(len(self.tokens), dtype=np.bool_)
         for row, parent in enumerate(self.parents, start=1):
-            seen[row] |= seen[parent]
-        return seen
+            mask[row] |= mask[parent]
+        return mask
 
     def walk(self, chosen: Sequence[int]) -> list[int]:
-        """The rows that stand, from the first on: each is its parent's choice.
+        """Return the accepted rows from the first on: each is its parent's choice.
 
         Args:
             chosen: [rows] the target's own token after each row.
@@ -91,14 +92,14 @@ class TokenTree:
         return rows
 
     def find(self, tokens: Sequence[int]) -> int:
-        """The row that these tokens lead to, the pending token left out."""
+        """Return the row that these tokens lead to, the pending token left out."""
         row = 0
         for token in tokens:
             row = self.children[row][token]
         return row
 
     def keep(self, rows: Sequence[int]) -> "TokenTree":
-        """The tree of these rows alone, in rising order; the parent of each must be among them."""
+        """Return the tree of these rows, in rising order; it must contain each row's parent."""
         places = {row: place for place, row in enumerate(rows)}
         tokens = [self.tokens[row] for row in rows]
         return TokenTree(tokens, [places[self.parents[row - 1]] for row in rows[1:]])
@@ -108,10 +109,10 @@ class TokenTree:
 
 
 def read_tree(tokens: Tokens, parents: Sequence[int]) -> TokenTree:
-    """The tree that a message means; without parents, a chain.
+    """Build a tree from a message's fields; without parents, a chain.
 
     Raises:
-        ProtocolError: it is no tree, siblings are alike, or it is too large.
+        ProtocolError: it is not a tree, has equal siblings, or is too large.
     """
     if not tokens:
         raise ProtocolError("a tree without tokens has no pending token")

@@ -1,10 +1,10 @@
-"""What lists of tokens have in common."""
+"""Helpers for lists of tokens."""
 
 from protocol.messages import Tokens
 
 
 def common_prefix_length(first: Tokens, *others: Tokens) -> int:
-    """How many tokens all these lists begin with alike."""
+    """Return the length of the common prefix of these lists."""
     length = len(first)
     for other in others:
         length = min(length, len(other))

@@ -1,7 +1,7 @@
-"""Which tokens a model speaks: a hash of its token -> id map, read from `tokenizer.json`.
+"""The identity of a vocabulary: a hash of its token -> id map, read from `tokenizer.json`.
 
-Two models can work as a pair only if their maps are equal; the heights of their heads may
-differ by padding.
+Two models can work as a pair only if their maps are equal; the heights of their heads may differ by
+padding.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary of the model in `folder`.
+    """Read the vocabulary of the model in `folder`.
 
     Raises:
         ModelError: there is no readable `tokenizer.json`.
@@ -42,7 +42,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def fingerprint_of(ids: dict[str, Token]) -> Vocabulary:
-    """The identity of a token -> id map."""
+    """Return the identity of a token -> id map."""
     digest = hashlib.sha256()
     for token, number in sorted(ids.items()):
         digest.update(f"{token}\0{number}\n".encode())
@@ -58,5 +58,5 @@ def _read_ids(path: Path) -> dict[str, int]:
 
 
 def _unigram_pairs(vocab: list[list[object]]) -> list[tuple[object, int]]:
-    """SentencePiece unigram models list [piece, score]; the index is the id."""
+    """Return the pairs of a SentencePiece unigram model, which lists [piece, score] by id."""
     return [(entry[0], number) for number, entry in enumerate(vocab)]

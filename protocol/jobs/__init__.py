@@ -1,1 +1,1 @@
-"""Questions and answers of helper processes, as typed JSON lines."""
+"""Requests and results of helper processes, as typed JSON lines."""

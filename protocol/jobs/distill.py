@@ -6,7 +6,7 @@ from protocol.messages import Token
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prompt, through the chat template, up to the assistant's first token."""
+    """One prompt, rendered by the chat template up to the assistant's first token."""
 
     tokens: list[Token]
     category: str = ""
@@ -19,16 +19,16 @@ class DistillNote(msgspec.Struct, frozen=True, tag="note"):
 
 
 class DistillProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Where a phase stands; sent about once a second."""
+    """Progress of a phase; sent about once a second."""
 
     phase: str
     """"generating" or "training"."""
     done: float
     """Share of the phase's budget, 0 to 1."""
     seconds_left: float
-    """Of this phase."""
+    """Remaining time of this phase."""
     run_seconds_left: float | None = None
-    """Of the whole run, if it has a time limit."""
+    """Remaining time of the whole run, if it has a time limit."""
     tok_s: float
     loss: float | None = None
     acceptance: float | None = None
@@ -36,7 +36,7 @@ class DistillProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress")
 
 
 class DistillFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """The last word: the figures of the drafter, as they stand in `distill.json`."""
+    """The final event: the figures of the drafter in `distill.json`."""
 
     out: str
     complete: bool

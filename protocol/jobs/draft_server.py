@@ -17,7 +17,7 @@ from protocol.settings import (
 
 
 class DraftServerSettings(Settings, frozen=True, kw_only=True):
-    """One draft server: on standard input and output, or listening."""
+    """A draft server: on standard input and output, or listening."""
 
     backend: BackendName
     model: str = ""
@@ -25,22 +25,22 @@ class DraftServerSettings(Settings, frozen=True, kw_only=True):
     target: str = ""
     """Folder of the target, for the head backend."""
     lines: bool = False
-    """Whether it speaks the line protocol instead of messages."""
+    """Speak the line protocol instead of messages."""
     listen: str = ""
-    """Where it listens, tcp://HOST:PORT; empty: standard input and output."""
+    """Address to listen on, tcp://HOST:PORT; empty: standard input and output."""
     key_file: str = ""
-    """Its keys, where it listens."""
+    """File of its keys, if it listens."""
     trusted: tuple[str, ...] = ()
-    """Public keys of those who may connect."""
+    """Public keys of clients that may connect."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Threads of the BLAS on Linux."""
+    """BLAS threads on Linux."""
     device: Device = ""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
-    """As `ServiceSettings`."""
+    """Cached sequences (`ServiceSettings`)."""
     compute_units: ComputeUnits = "auto"
-    """Of the coreml backend."""
+    """Compute units of the coreml backend."""
     weights: DraftWeights = "auto"
-    """Of the mlx backend."""
+    """Weights of the mlx backend."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
-    """As `ServiceSettings`."""
+    """Most bytes for the cache (`ServiceSettings`)."""

@@ -4,7 +4,7 @@ import msgspec
 
 
 class GGUFDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """The head of a GGUF file; fields as those of `launch.models.catalog.Model`."""
+    """The metadata of a GGUF file; fields as in `launch.models.catalog.Model`."""
 
     path: str
     architecture: str = ""
@@ -16,4 +16,4 @@ class GGUFDescription(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: str = ""
     vocabulary_size: int = 0
     problem: str = ""
-    """Why it cannot be used, if so."""
+    """Reason why it cannot be used, if any."""

@@ -4,23 +4,24 @@ import msgspec
 
 
 class HardwareReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of JSON from `python -m services.tools.hardware`."""
+    """The output of `python -m services.tools.hardware`: one line of JSON."""
 
     mlx: str
     """Version of MLX."""
     device: str
-    """Where MLX computes: cpu, metal or cuda."""
+    """MLX's device: cpu, metal or cuda."""
     device_name: str
     device_memory_bytes: int
-    """What the device may hold; 0 if MLX does not say."""
+    """Memory limit of the device; 0 if MLX does not report it."""
     devices: int
-    """How many of them."""
+    """Number of devices."""
     matrix_kernels: str
-    """What multiplies matrices on a CPU; empty elsewhere."""
+    """Implementation of matrix products on a CPU; empty elsewhere."""
     read_bytes_s: float = 0.0
-    """How fast weights are read: by a product of a matrix, larger than any cache, with a
-    vector, which is what decoding does."""
+    """Memory bandwidth of weights, measured by a product of a vector with a matrix larger than
+    any cache, as in decoding.
+    """
     coreml: str
     """Version of coremltools; empty if it is not installed."""
     coreml_units: list[str] = []
-    """What CoreML can compute on: "cpu", "gpu", "Neural Engine (16 cores)"; on macOS alone."""
+    """CoreML's devices: "cpu", "gpu", "Neural Engine (16 cores)"; macOS only."""

@@ -15,39 +15,39 @@ class KernelReportSettings(Settings, frozen=True, kw_only=True):
     model: str
     """Folder of the target."""
     kernels: MetalKernels = "auto"
-    """On Metal; those for CUDA are used wherever they are faster."""
+    """Kernels on Metal; those for CUDA are used wherever they are faster."""
     passes: bool = False
-    """Whether whole passes are timed too, without the kernels and with them."""
+    """Also time whole passes, without and with the kernels."""
 
 
 class KernelProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One kernel for one shape, beside MLX's own."""
+    """One kernel for one shape, compared with MLX's own."""
 
     kernel: KernelName
     shape: str
-    """In words."""
+    """The shape in words."""
     layers: int = 0
-    """product, block: how many layers of the model have this shape."""
+    """product, block: number of layers with this shape."""
     least_rows: int = 0
-    """From how many rows on it is used; 0: never."""
+    """Fewest rows from which it is used; 0: never."""
     most_rows: int = 0
-    """Up to how many, if not for all that it takes."""
+    """Most rows for which it is used, if limited."""
     reason: str = ""
-    """Why it is not used, or not for a single row."""
+    """Reason why it is not used, or not for a single row."""
     distance: float = 0.0
-    """Relative, from what MLX computes; the largest."""
+    """Largest relative difference from MLX's result."""
     own_ms: dict[int, float] = {}
-    """By rows: a call of ours, and of MLX's."""
+    """Times by rows: a call of our kernel, and of MLX's."""
     mlx_ms: dict[int, float] = {}
 
 
 class KernelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All kernels on this machine, for one target."""
+    """Report on all kernels on this machine, for one target."""
 
     note: str = ""
-    """Why nothing was probed."""
+    """Reason why no kernel was probed."""
     probes: list[KernelProbe] = []
     pass_ms: dict[int, float] = {}
-    """By rows: a verification by MLX alone."""
+    """Time of a verification by rows, by MLX alone."""
     pass_with_kernels_ms: dict[int, float] = {}
-    """The same with the kernels wherever they are right."""
+    """Time by rows with the kernels wherever they are correct."""

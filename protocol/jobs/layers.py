@@ -4,9 +4,9 @@ import msgspec
 
 
 class LayersReport(msgspec.Struct, frozen=True):
-    """One line of JSON from `python -m services.tools.layers FOLDER`."""
+    """The output of `python -m services.tools.layers FOLDER`: one line of JSON."""
 
     rewinding: str
-    """The kinds of layers, and how they are likely to go back after a rejected draft."""
+    """Kinds of layers, and how they are likely to roll back a rejected draft."""
     misfit: str = ""
-    """Why the weights are not those of the configuration, if they are not."""
+    """Mismatch between the weights and the configuration, if any."""

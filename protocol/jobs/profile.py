@@ -1,6 +1,6 @@
 """Requests of `ssd bench --profile` and `--overlap` to a profiler, one JSON object a line.
 
-A profiler loads one model, the target or the drafter, as its service does, and times it.
+A profiler loads one model, the target or the drafter, in the way of its service, and times it.
 """
 
 from typing import Annotated, Literal
@@ -14,27 +14,27 @@ ProfiledRole = Literal["verifier", "drafter"]
 
 
 class ProfilerSettings(ReferenceSettings, frozen=True, kw_only=True):
-    """Settings of one profiler."""
+    """Settings of a profiler."""
 
     part: ProfiledRole
     cores: list[int] = msgspec.field(default_factory=list)
-    """As `ChildSettings`."""
+    """Cores to run on (`ChildSettings`)."""
     draft_weights: DraftWeights = "auto"
-    """As `DrafterSettings`."""
+    """Weights of the drafter (`DrafterSettings`)."""
     metal_kernels: MetalKernels = "auto"
     ranks: RankGroupSettings | None = None
-    """As `VerifierSettings`."""
+    """Group of ranks (`VerifierSettings`)."""
 
 
 class TimeRequest(msgspec.Struct, frozen=True, tag="time", forbid_unknown_fields=True):
-    """T_v(m) or T_d(B) for each of these counts. Answer: TimeResult."""
+    """Measure T_v(m) or T_d(B) for each of these counts. Answer: TimeResult."""
 
     counts: list[Annotated[int, msgspec.Meta(ge=1)]]
     context: Tokens
 
 
 class TimeResult(msgspec.Struct, frozen=True):
-    """Count -> median milliseconds."""
+    """Median milliseconds by count."""
 
     medians_ms: dict[str, float]
     compute_unit: str
@@ -49,7 +49,7 @@ class WorkRequest(msgspec.Struct, frozen=True, tag="work", forbid_unknown_fields
 
 
 class WorkResult(msgspec.Struct, frozen=True):
-    """How long that took."""
+    """Duration of that work."""
 
     seconds: float
 

@@ -1,4 +1,4 @@
-"""The settings of the probe of a group of ranks, and its answer."""
+"""Settings of the probe of a group of ranks, and its result."""
 
 import msgspec
 
@@ -7,11 +7,11 @@ from protocol.settings import Device, RankGroupSettings, Settings
 
 
 class RankProbeSettings(Settings, frozen=True, kw_only=True):
-    """A group to start, to measure and to end, without a model in memory."""
+    """A group to start, measure and end, without loading a model."""
 
     ranks: RankGroupSettings
     model: str
-    """Folder whose copies are compared; empty compares versions alone."""
+    """Folder whose copies are compared; empty compares versions only."""
     device: Device = ""
 
 
@@ -20,8 +20,8 @@ class RankProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ranks: list[RankStatus]
     division: str = ""
-    """The layers of rank 0; empty without a model, or where it cannot be divided."""
+    """The layers of rank 0; empty without a model, or if it cannot be divided."""
     obstacle: str = ""
-    """Why it cannot be divided as asked."""
+    """Reason why it cannot be divided as requested."""
     proposal: list[int] = []
-    """Layers per rank that suit what was measured; empty where there is no pipeline."""
+    """Layers per rank that suit the measurements; empty without a pipeline."""

@@ -1,4 +1,4 @@
-"""Requests of `ssd bench` to the reference process and its results, one JSON object a line."""
+"""Requests of `ssd bench` to the reference process, and its results, one JSON object a line."""
 
 import msgspec
 
@@ -12,18 +12,20 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fi
     max_tokens: int
     stop_ids: list[int]
     num_draft_tokens: int = 0
-    """0 is without the draft model."""
+    """Draft tokens per round; 0 decodes without the draft model."""
     sampling: Sampling = Sampling()
-    """By mlx-lm's own sampler: the distribution is the same, the random numbers are not."""
+    """Parameters for mlx-lm's own sampler: the distribution is the same, the random numbers
+    differ.
+    """
 
 
 class DecodeResult(msgspec.Struct, frozen=True):
-    """Answer of mlx-lm, and its speed."""
+    """The answer of mlx-lm, and its speed."""
 
     tokens: Tokens
     ttft_ms: float
     decode_s: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
 
 
 class BatchDecodeRequest(
@@ -39,7 +41,7 @@ class BatchDecodeRequest(
 
 
 class BatchDecodeResult(msgspec.Struct, frozen=True):
-    """Answers of mlx-lm to each prompt, and the time of all of them."""
+    """The answers of mlx-lm to each prompt, and their total time."""
 
     tokens: list[Tokens]
     ttft_ms: list[float]
@@ -47,7 +49,7 @@ class BatchDecodeResult(msgspec.Struct, frozen=True):
 
 
 class MarginRequest(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=True):
-    """How near a tie are two candidates for the token after `tokens`? Answer: MarginResult."""
+    """Measure the margin of two candidates for the token after `tokens`. Answer: MarginResult."""
 
     tokens: Tokens
     candidates: tuple[int, int]
@@ -58,17 +60,18 @@ LARGEST_TIE = 1e-3
 """In float32, two tokens whose scores are closer than this (in logits) are a rounding tie."""
 
 _TIED_SPACINGS = 4.0
-"""The same in half precision, in steps of the format at the logits' size: its forward passes
-over one token and over several differ by so much."""
+"""Tie limit in half precision, in steps of the format at the logits' size: its forward passes
+over one token and over several differ by that much.
+"""
 
 
 class MarginResult(msgspec.Struct, frozen=True):
-    """How far apart they are."""
+    """The distance between the two candidates."""
 
     margin: float
-    """The distance of their scores, in logits; infinite if a filter keeps only one."""
+    """Distance of their scores in logits; infinite if a filter keeps only one."""
     spacing: float = 0.0
-    """Between neighbouring numbers of the logits' format, at the larger one's size."""
+    """Distance between adjacent numbers of the logits' format, at the larger one's size."""
 
     @property
     def is_tie(self) -> bool:

@@ -1,1 +1,1 @@
-"""Start and end of every process: signals, logs, cleaning up."""
+"""Start and end of every process: signals, logs, cleanup."""

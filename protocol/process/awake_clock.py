@@ -1,7 +1,7 @@
-"""A clock that stands still while this process is stopped, or its machine sleeps.
+"""A clock that pauses while this process is stopped, or its machine sleeps.
 
-A deadline that went on while the process itself did not run has found out nothing about others:
-after the lid of a laptop was closed, all of them would have passed at once.
+A deadline that expires while the process itself was not running says nothing about other processes:
+after closing a laptop's lid, all deadlines would pass at once.
 """
 
 import threading
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 _TICK_S = 0.2
 _LONGEST_STEP_S = 1.0
-"""More than this between two ticks means that this process was not awake."""
+"""A longer gap between two ticks means that this process was suspended."""
 
 
 class AwakeClock:
-    """Seconds of `clock`, but no more than `longest_step_s` between two readings."""
+    """Seconds of `clock`, at most `longest_step_s` between two readings."""
 
     def __init__(
         self,
@@ -28,18 +28,18 @@ class AwakeClock:
         self._lock = threading.Lock()
 
     def read(self) -> float:
-        """The time; somebody has to ask for it at least once in `longest_step_s`."""
+        """Return the time; must be called at least once in `longest_step_s`."""
         with self._lock:
             now = self._clock()
             step_s = now - self._last
             self._last = now
-            # A clock that went back has stood still, too.
+            # A clock that went backwards is treated as paused.
             self._asleep_s += step_s - min(max(0.0, step_s), self._longest_step_s)
             return now - self._asleep_s
 
 
 class _Ticking:
-    """The clock of this process, with a thread that reads it all the time."""
+    """The clock of this process, with a thread that reads it continuously."""
 
     def __init__(self) -> None:
         self._clock: AwakeClock | None = None
@@ -69,5 +69,5 @@ _process_clock = _Ticking()
 
 
 def awake_time() -> float:
-    """Seconds for which this process has been awake, from some moment on; for any thread."""
+    """Return the seconds for which this process has been awake; for any thread."""
     return _process_clock.read()

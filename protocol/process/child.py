@@ -1,7 +1,7 @@
 """Start and end of every child of the supervisor.
 
-A child reports failure in two ways that need no socket: one line `error: <sentence>` on
-stderr, and the exit code of the error's branch (`errors.py`).
+A child reports failure in two ways that need no socket: one line `error: <sentence>` on stderr, and
+the exit code of the error's branch (`errors.py`).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ C = TypeVar("C", bound=ChildSettings)
 
 
 def run_child(role: str, kind: type[C], run: Callable[[C], None]) -> int:
-    """Run a child process to its end; returns its exit code."""
+    """Run a child process to its end; return its exit code."""
 
     def body() -> None:
         settings = decode_settings(read_argument(role), kind)
@@ -42,7 +42,7 @@ def run_child(role: str, kind: type[C], run: Callable[[C], None]) -> int:
 
 
 def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
-    """Run the body of a process under the name of its role; its exit code, errors reported."""
+    """Run the body of a process under its role's name; report errors and return its exit code."""
     setproctitle.setproctitle(f"ssd {role}")
     configure_logging(role, "info")
     try:
@@ -56,7 +56,7 @@ def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
         return _report(str(error), RuntimeFailure.exit_code)
     except MemoryError:
         return _report(f"the {role} ran out of memory", RuntimeFailure.exit_code)
-    # The last line of defence: the supervisor needs one sentence, the log the whole story.
+    # The last line of defence: the supervisor gets one sentence, the log the whole traceback.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         return _report(f"{type(error).__name__}: {error}", RuntimeFailure.exit_code)
@@ -64,13 +64,13 @@ def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
 
 
 def find_error(output: str) -> str:
-    """The error sentence in what a child wrote to stderr: the last one; empty without one."""
+    """Return the last error sentence in a child's stderr; empty if there is none."""
     lines = [line for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
     return lines[-1].removeprefix(ERROR_PREFIX) if lines else ""
 
 
 def read_argument(role: str) -> str:
-    """The one argument of a process: its settings."""
+    """Return the only argument of a process: its settings."""
     if len(sys.argv) != 2:
         raise UsageError(f"the {role} process is started by `ssd`, not by hand")
     return sys.argv[1]
@@ -83,28 +83,30 @@ def _report(sentence: str, code: int) -> int:
 
 
 def pin_to_cores(cores: list[int]) -> None:
-    """Keep this process on these cores, where the system can (Linux)."""
+    """Pin this process to these cores, where the system can (Linux)."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, cores)
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process have as many descriptors as the system lets it, within reason.
+    """Raise the limit of file descriptors as far as the system allows, within reason.
+
+    Returns the new limit.
 
     Returns:
-        How many it may have now.
+        The new limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft < most:
-        with contextlib.suppress(ValueError, OSError):  # macOS has a limit below the one it tells
+        with contextlib.suppress(ValueError, OSError):  # macOS enforces less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit; after it, nothing but SIGKILL disturbs the farewell."""
+    """Raise SystemExit on SIGTERM; afterwards only SIGKILL interrupts the shutdown."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         del frame
@@ -121,8 +123,8 @@ def exit_on_sigterm() -> Iterator[None]:
 def watch_lifeline(descriptor: int, on_orphaned: Callable[[], None]) -> None:
     """End this process as soon as the supervisor is gone, whatever the main thread is doing.
 
-    The supervisor holds the other end of the pipe and never writes; end of file means that
-    it has died, however it died. `on_orphaned` runs before the end.
+    The supervisor holds the other end of the pipe and never writes; end of file means that it has
+    died, however it died. `on_orphaned` runs before the end.
     """
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""The context manager of everything that only has to be closed."""
+"""The context manager of all resources that only have to be closed."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -10,7 +10,7 @@ class Closeable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held; safe to call twice."""
+        """Release its resources; safe to call twice."""
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from protocol.process.awake_clock import awake_time
 
 
 class Deadline:
-    """So many seconds from now on, of those in which this process is awake."""
+    """A number of seconds from now, during which this process is awake."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, and that nobody else can redirect.
+"""Atomic files: they appear whole or not at all, and no other user can redirect them.
 
-What is being written stands beside its destination: created anew (never an existing file,
-never through a link), readable by its owner alone, under a name that cannot be foreseen. The
-name carries the writer's process id, so that what a killed writer leaves can be found.
+Data is first written to a temporary file in the same folder: newly created (never an existing file,
+never through a link), readable by its owner alone, with an unpredictable name. The name contains
+the writer's process id, so that a killed writer's files can be found.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ _LONGEST_NAME = 40
 """Characters of the destination's name in the temporary one: file systems allow 255 bytes."""
 
 _ATTEMPTS = 10
-"""Each takes longer than another thread needs to make one file."""
+"""Attempts; each takes longer than another thread needs to create one file."""
 
 PRIVATE = 0o600
 """Mode of a file that only its owner may read."""
 PUBLIC = 0o666
-"""Mode of a file that others may read, as far as the umask lets them."""
+"""Mode of a file that others may read, as far as the umask allows."""
 
 
 @contextlib.contextmanager
@@ -34,12 +34,12 @@ def atomic_writer(path: Path, *, mode: int = PRIVATE, sync: bool = False) -> Ite
     """Write a file that replaces `path` at the end of the block, unless the block raises.
 
     Args:
-        path: the destination. If it is a link, the link is replaced, not what it points to.
-        mode: the new file's permissions, less the umask.
-        sync: whether the content must be on the disk before it replaces the old one.
+        path: the destination. A link is replaced itself, not its target.
+        mode: the new file's permissions, minus the umask.
+        sync: flush the content to disk before it replaces the old file.
 
     Raises:
-        OSError: it cannot be written; the destination is as it was.
+        OSError: it cannot be written; the destination is unchanged.
     """
     temporary = _temporary_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -69,10 +69,10 @@ def write_atomically(
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Fill a folder that replaces `path` at the end of the block, unless the block raises.
 
-    Yields where to create it, in a folder that only its owner may enter.
+    Yields the path to create, in a folder that only its owner may enter.
 
     Raises:
-        OSError: it cannot be created; what was at `path` is still there.
+        OSError: it cannot be created; `path` is unchanged.
     """
     with temporary_folder(path) as private:
         new, old = private / "new", private / "old"
@@ -84,7 +84,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` that only its owner may enter; removed at the end."""
+    """Create a temporary folder next to `path` that only its owner may enter; removed at the
+    end.
+    """
     private = _temporary_path(path)
     private.mkdir(mode=0o700)
     try:
@@ -94,14 +96,14 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_temporaries(path: Path) -> None:
-    """Remove what this process has begun to write beside `path`."""
+    """Remove the temporary files of this process next to `path`."""
     for temporary, writer in _temporaries(path.parent, path.name):
         if writer == os.getpid():
             _remove(temporary)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder with all that is in it, and what is put into it meanwhile."""
+    """Delete a folder with all its content, including files added meanwhile."""
     for _ in range(_ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -109,11 +111,11 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Remove what processes that are gone had begun to write in a folder.
+    """Remove the temporary files of processes that have ended.
 
     Args:
-        folder: where they wrote; it need not exist.
-        name: only what was to become this file or folder; empty: whatever it was.
+        folder: their destination folder; it need not exist.
+        name: name of the destination; empty: all destinations.
     """
     for temporary, writer in _temporaries(folder, name):
         if not psutil.pid_exists(writer):
@@ -130,7 +132,7 @@ def _prefix(name: str) -> str:
 
 
 def _temporaries(folder: Path, name: str) -> Iterator[tuple[Path, int]]:
-    """Temporary files and folders, each with its writer's process id."""
+    """Yield temporary files and folders, each with its writer's process id."""
     pattern = f"{glob.escape(_prefix(name))}*{_SUFFIX}" if name else f".*{_SUFFIX}"
     for temporary in folder.glob(pattern):
         writer = temporary.name.removesuffix(_SUFFIX).rsplit(".", 2)[1:2]

@@ -1,8 +1,8 @@
-"""How much memory this process may still take, and which limit says so.
+"""Free memory of this process, and the limit that determines it.
 
-The machine's free memory is not all that counts: a limit on the address space (`ulimit -v`) or
-a control group's (containers, systemd) may be nearer. An allocation beyond the first fails,
-which MLX's CPU backend does not survive; beyond the second, the kernel ends the process.
+The machine's free memory is not the only limit: a limit on the address space (`ulimit -v`) or of a
+control group (containers, systemd) may be lower. An allocation beyond the former fails, which MLX's
+CPU backend does not survive; beyond the latter, the kernel kills the process.
 """
 
 import contextlib
@@ -15,35 +15,35 @@ from typing import NamedTuple
 import psutil
 
 _NO_LIMIT = 1 << 60
-"""What control groups of version 1 say where there is none is larger."""
+"""Control groups of version 1 report a number above this if there is no limit."""
 _PAGE = resource.getpagesize()
 
 
 class FreeMemory(NamedTuple):
-    """Memory that is left under one limit."""
+    """Free memory under one limit."""
 
     bytes: int
     limit: str
-    """Its name, for people."""
+    """Its name for users."""
 
 
 def free_memory(
     proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
 ) -> FreeMemory:
-    """Return the memory that is left under the nearest limit.
+    """Return the free memory under the lowest limit.
 
     Args:
-        proc: of this process, where there is such a folder.
-        groups: where the control groups are mounted.
+        proc: folder of this process, where the system has one.
+        groups: mount point of the control groups.
     """
-    found = [FreeMemory(psutil.virtual_memory().available, "the machine's memory")]
+    limits = [FreeMemory(psutil.virtual_memory().available, "the machine's memory")]
     if sys.platform == "linux":
-        found += [*_address_space(proc), *_control_groups(proc, groups)]
-    return min(found)
+        limits += [*_address_space(proc), *_control_groups(proc, groups)]
+    return min(limits)
 
 
 def _address_space(proc: Path) -> Iterator[FreeMemory]:
-    """RLIMIT_AS and RLIMIT_DATA."""
+    """Yield RLIMIT_AS and RLIMIT_DATA."""
     for kind, field, name in (
         (resource.RLIMIT_AS, 0, "the limit on address space (ulimit -v)"),
         (resource.RLIMIT_DATA, 5, "the limit on data (ulimit -d)"),
@@ -55,7 +55,7 @@ def _address_space(proc: Path) -> Iterator[FreeMemory]:
 
 
 def _control_groups(proc: Path, groups: Path) -> Iterator[FreeMemory]:
-    """Yield the limits of this process's groups and all above them, if they can be seen."""
+    """Yield the visible limits of this process's control groups and their ancestors."""
     with contextlib.suppress(OSError):
         for line in (proc / "cgroup").read_text(encoding="utf-8").splitlines():
             _, kinds, path = line.split(":", 2)
@@ -69,7 +69,7 @@ def _control_groups(proc: Path, groups: Path) -> Iterator[FreeMemory]:
 def _walk(root: Path, path: str, limit: str, used: str, reclaimable: str) -> Iterator[FreeMemory]:
     own = root / path.lstrip("/")
     for folder in (own, *own.parents):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number, and not a limit
             most = int((folder / limit).read_text(encoding="ascii"))
             if most < _NO_LIMIT:
                 taken = int((folder / used).read_text(encoding="ascii"))

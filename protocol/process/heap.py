@@ -1,9 +1,9 @@
-"""Freeze long-lived objects, so that they are not searched for garbage again and again."""
+"""Freezes long-lived objects, so that the garbage collector does not scan them repeatedly."""
 
 import gc
 
 
 def freeze_heap() -> None:
-    """Call it once everything is loaded: a full collection would take 10 to 50 ms in a round."""
+    """Freeze the heap once everything is loaded: a full collection takes 10 to 50 ms of a round."""
     gc.collect()
     gc.freeze()

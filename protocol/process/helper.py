@@ -1,4 +1,4 @@
-"""Waiting for a helper process: one that is stopped is given up soon, whatever it was asked."""
+"""Waits for a helper process, but not for long if the process is stopped."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ from protocol.process.deadline import Deadline
 
 LOOK_S = 0.1
 _MOST_LOOKS = 10
-"""In a row at which the helper is stopped: a shorter pause is no loss."""
+"""Consecutive checks at which the helper is stopped; a shorter pause is tolerated."""
 _OWN_FAULT = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGPROF})
 
 
@@ -22,16 +22,16 @@ def await_helper(
     """Wait for an answer of the helper.
 
     Args:
-        pid: of the helper.
-        is_ready: whether the answer is there, after at most so many seconds.
-        deadline: of the wait.
-        spent: whether the helper has used up what it may take.
+        pid: process id of the helper.
+        is_ready: waits at most this many seconds; returns True if the answer is there.
+        deadline: deadline of the wait.
+        spent: returns True if the helper has used up its budget.
 
     Returns:
-        Whether the answer is there; False at the deadline, or once everything is spent.
+        True if the answer is there; False at the deadline, or once the budget is spent.
 
     Raises:
-        RuntimeFailure: the helper is gone, or somebody stopped it.
+        RuntimeFailure: the helper has ended, or was stopped.
     """
     looks = 0
     while not is_ready(min(LOOK_S, deadline.remaining)):
@@ -44,7 +44,7 @@ def await_helper(
 
 
 def is_stopped(pid: int) -> bool:
-    """Check if the system holds this process (SIGSTOP)."""
+    """Return True if the process is stopped (SIGSTOP)."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
@@ -52,8 +52,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def has_broken_down(process: "subprocess.Popen[bytes]") -> bool:
-    """Check if a helper that is gone broke down by itself: others do not send such signals."""
+    """Return True if a helper crashed by itself: other programs do not send such signals."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(LOOK_S)  # its pipes may be closed a moment before it is gone
+        process.wait(LOOK_S)  # its pipes may close a moment before it ends
     code = process.returncode
     return code is not None and (code >= 0 or -code in _OWN_FAULT)

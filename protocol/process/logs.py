@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line, with the ids of what it is about, and no prompts.
+"""Structured logs: one JSON object a line, with the relevant ids, and without prompts.
 
-Written with `extra=about(request=..., sequence=..., round=...)`. What repeats itself is
-written a few times and then counted, so that no peer can fill the disk.
+Written with `extra=about(request=..., sequence=..., round=...)`. Repeated lines are written a few
+times and then counted, so that no peer can fill the disk.
 """
 
 import json
@@ -18,7 +18,7 @@ _WINDOW_S = 10.0
 
 
 def about(**ids: int | str) -> dict[str, dict[str, int | str]]:
-    """The `extra` of a log call: what the line is about, in ids and counts, never in text."""
+    """Return the `extra` of a log call: the line's subject in ids and counts, never in text."""
     return {"about": dict(ids)}
 
 
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format a record as one line."""
         line: dict[str, Any] = {
             "time": round(record.created, 3),
             "role": self._role,
@@ -52,7 +52,7 @@ class RepeatFilter(logging.Filter):
         self._seen: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether this line is written."""
+        """Return True if this line is to be written."""
         now = time.monotonic()
         if now - self._since > _WINDOW_S:
             self._since, self._seen = now, {}
@@ -63,10 +63,10 @@ class RepeatFilter(logging.Filter):
 
 
 def configure_logging(role: str, level: LogLevel) -> None:
-    """Log to stderr, which the supervisor has led to the process's log file."""
+    """Log to stderr, which the supervisor has redirected to the process's log file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(role))
     handler.addFilter(RepeatFilter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    # A full disk must cost log lines, not the process; nor a traceback per lost line.
+    # A full disk may cost log lines, but not the process, nor a traceback per lost line.
     logging.raiseExceptions = False

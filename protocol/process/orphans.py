@@ -1,8 +1,8 @@
-"""Processes that outlive their supervisor, because the system holds them (SIGSTOP).
+"""Cleanup of processes that outlive their supervisor because they are stopped (SIGSTOP).
 
-Every child ends itself when its supervisor dies (`child.watch_lifeline`), except one that
-does not run. So the run folder names all of them, and whoever of them does run ends the
-others before the folder goes.
+Every child ends itself when its supervisor dies (`child.watch_lifeline`), unless it is stopped. So
+the run folder lists all of them, and any child that does run kills the others before the folder is
+removed.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ _TITLE = "ssd "
 
 
 def record_children(folder: Path, pids: list[int]) -> None:
-    """Write down the processes of the stack in `folder`, with their creation times."""
+    """Record the processes of the stack in `folder`, with their creation times."""
     lines: list[str] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             lines.append(f"{pid} {psutil.Process(pid).create_time()}")
-    with contextlib.suppress(OSError):  # a full disk costs a safety net, not the stack
+    with contextlib.suppress(OSError):  # a full disk only disables the safety net
         write_atomically(folder / _CHILDREN, "\n".join(lines))
 
 
 def kill_children(folder: Path) -> None:
-    """SIGKILL to those that are left, but not to us, nor to a stranger with an old pid."""
+    """Kill the remaining children, but neither this process nor a stranger with a reused pid."""
     try:
         lines = (folder / _CHILDREN).read_text(encoding="utf-8").splitlines()
         noted = [(int(pid), float(created)) for pid, created in map(str.split, lines)]

@@ -1,1 +1,1 @@
-"""Messages on their way: sockets, pipes, bytes, keys."""
+"""Transport of messages: sockets, pipes, codec, keys."""

@@ -1,4 +1,4 @@
-"""Where a socket listens: paths of Unix sockets, and hosts."""
+"""Addresses of sockets: paths of Unix sockets, and hosts."""
 
 import ipaddress
 import re
@@ -13,7 +13,7 @@ _LONGEST_PATH = 103
 
 
 def ipc_address(path: str) -> str:
-    """The zmq address of a Unix socket path; raises RuntimeFailure if the path is too long."""
+    """Return the zmq address of a Unix socket path; raise RuntimeFailure if it is too long."""
     if len(path.encode()) > _LONGEST_PATH:
         raise RuntimeFailure(
             f"the socket path {path!r} is longer than {_LONGEST_PATH} bytes; "
@@ -23,7 +23,7 @@ def ipc_address(path: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, by name or number and without a port, is this machine alone."""
+    """Return True if a host, by name or number and without a port, is this machine alone."""
     if host == "localhost":
         return True
     try:
@@ -40,31 +40,33 @@ _HOST = re.compile(
 
 
 def parse_host(header: str) -> str | None:
-    """The host of an HTTP `Host` header in lower case, without port and brackets.
+    """Return the host of an HTTP `Host` header in lower case, without port and brackets.
 
-    None if the header is not exactly `NAME`, `IPV4` or `[IPV6]`, with or without `:PORT`. Whatever
-    was only read in part might be taken for this machine.
+    None if the header is not exactly `NAME`, `IPV4` or `[IPV6]`, with or without `:PORT`. A
+    partially parsed header might be mistaken for this machine.
     """
-    found = _HOST.fullmatch(header)
-    if found is None or int(found["port"] or 0) > 65535:
+    match = _HOST.fullmatch(header)
+    if match is None or int(match["port"] or 0) > 65535:
         return None
-    if found["name"] is not None:
-        return found["name"].lower()
+    if match["name"] is not None:
+        return match["name"].lower()
     try:
-        return str(ipaddress.IPv6Address(found["six"]))
+        return str(ipaddress.IPv6Address(match["six"]))
     except ValueError:
         return None
 
 
 def split_host(address: str) -> tuple[str, str]:
-    """Host and port of `tcp://HOST:PORT`; without the brackets of an IPv6 address."""
+    """Return host and port of `tcp://HOST:PORT`, without the brackets of an IPv6 address."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     return host.strip("[]"), port
 
 
 def find_tcp_error(address: str, timeout_s: float) -> str:
-    """Why nothing can be reached at `tcp://HOST:PORT`, found out by connecting once; empty if it
-    can be. Resolving a name takes as long as the system lets it."""
+    """Connect once to `tcp://HOST:PORT`; return the error, empty if there is none.
+
+    Name resolution takes as long as the system allows.
+    """
     host, port = split_host(address)
     try:
         with socket.create_connection((host, int(port)), timeout_s):

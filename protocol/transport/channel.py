@@ -1,9 +1,9 @@
 """Sockets with deadlines. Only this module, `curve.py` and `async_client.py` import zmq.
 
-The orchestrator binds a `Hub` for its services and one for its clients; everybody else
-connects a `Channel`. A Hub knows its peers by opaque `peer` bytes. Sends never block: a
-peer that stopped reading loses messages once its queue is full, and the send says so.
-Over a network there is nothing in clear: an address that is not a Unix socket needs a lock.
+The orchestrator binds a `Hub` for its services and one for its clients; all other processes connect
+a `Channel`. A Hub identifies its peers by opaque `peer` bytes. Sends never block: a peer that
+stopped reading loses messages once its queue is full, and the send reports it. Nothing crosses a
+network unencrypted: an address that is not a Unix socket needs a lock.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ Inbound = TypeVar("Inbound", bound=Message)
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _RECONNECT_MS = 20
-"""Between two looks for a local socket that is not there; a look costs next to nothing."""
+"""Interval between attempts to connect a missing local socket; an attempt is almost free."""
 STRANGER_BYTES = 64 * 1024
-"""Enough for any introduction."""
+"""Largest message of a peer before its handshake."""
 _QUEUE = 1000
-"""Messages that may wait for one peer; beyond them, what is sent to it is dropped."""
+"""Queued messages per peer; further ones are dropped."""
 _LOOK_S = 1.0
 
-# Combining zmq's flags is slow enough to show between two verifications.
+# Combining zmq's flags is slow enough to be measurable between two verifications.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
@@ -47,19 +47,19 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
     """Set the options of every socket; raise UsageError for a network address without a lock."""
     if not locked and not address.startswith(IPC):
         raise UsageError(f"{address!r} is not a Unix socket: it needs keys (`ssd keys`)")
-    socket.linger = 200  # ms; a dying process must not hang on an unread farewell
+    socket.linger = 200  # ms; a dying process must not hang on unread messages
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
     if address.startswith(IPC):
-        return  # the kernel closes a dead process's sockets; a stopped one keeps its place
-    # A network may lose a peer silently. zmq's own ping runs in its I/O thread, also while
-    # we compute.
+        return  # the kernel closes a dead process's sockets, not a stopped one's
+    # A network may lose a peer silently. zmq's ping runs in its I/O thread, also during
+    # computation.
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
 class _Endpoint(Closeable):
-    """Common part of Hub and Channel: a socket, its context, and closing both."""
+    """The common part of Hub and Channel: a socket, its context, and closing both."""
 
     def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:
         self._context = zmq.Context()
@@ -75,11 +75,11 @@ class _Endpoint(Closeable):
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """For polling."""
+        """The socket, for polling."""
         return self._socket
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting, after at most `timeout_s` seconds."""
+        """Return True if a message is waiting, after at most `timeout_s` seconds."""
         return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
 
     def close(self) -> None:
@@ -101,49 +101,50 @@ class Channel(_Endpoint, Generic[Inbound]):
         self._decoder = decoder
         self._monitor = monitor(self._socket) if lock is not None else None
         self._news: zmq.Socket[bytes] | None = None
-        """Of connections that were made, once somebody wants to know."""
+        """Monitor of connections, created on demand."""
         self._both = zmq.Poller()
         if lock is None:
             self._socket.reconnect_ivl = _RECONNECT_MS
         _at(address, self._socket.connect)
 
     def await_news(self, timeout_s: float) -> bool:
-        """Like `ready`, but False at once when a connection is made: the other end may be new.
+        """Wait like `ready`, but return False at once on a new connection: the peer may be new.
 
-        Messages that wait come first. The first call may tell so of the first connection.
+        Waiting messages come first. The first call may report the first connection.
         """
         if self._news is None:
             self._news = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._both.register(self._socket, zmq.POLLIN)
             self._both.register(self._news, zmq.POLLIN)
         if self._socket in dict(self._both.poll(max(0, round(timeout_s * 1000)))):
-            return True  # what else there is stays unread
+            return True  # further messages remain unread
         while self._news.poll(0):
             self._news.recv_multipart()
         return False
 
     def check(self) -> None:
-        """Over a network: raises StreamEnded, with the reason, if the connection is down."""
+        """Raise StreamEnded, with the reason, if a network connection is down."""
         if self._monitor is not None and (reason := poll_failure(self._monitor)) is not None:
             raise StreamEnded(reason)
 
     def send(self, message: Message) -> None:
-        """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
+        """Queue a message; raise RuntimeFailure if the peer no longer reads."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Queue a message that is encoded already."""
+        """Queue an encoded message."""
         try:
             self._socket.send(data, _NOW)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 
     def receive(self, timeout_s: float, what: str) -> Inbound:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            DeadlineExceeded: nothing came in `timeout_s` seconds; `what` names what was awaited.
-            ProtocolError: what came is not a message of this direction.
+            DeadlineExceeded: nothing arrived within `timeout_s` seconds; `what` names the
+                expected message.
+            ProtocolError: the received bytes are not a message of this direction.
         """
         if not self.ready(timeout_s):
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
@@ -163,7 +164,7 @@ class Channel(_Endpoint, Generic[Inbound]):
 
 
 class Hub(_Endpoint, Generic[Inbound]):
-    """The bound end: many peers, told apart by `peer` bytes."""
+    """The bound end: many peers, identified by `peer` bytes."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         *,
         stranger_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Bind; `stranger_bytes` is the largest message of a peer that was not accepted yet."""
+        """Bind the socket; `stranger_bytes` limits messages of peers that were not accepted yet."""
         super().__init__(zmq.ROUTER, address, lock)
         self._decoder = decoder
         self._stranger_bytes = stranger_bytes
@@ -183,7 +184,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         self._address = address
         self._looked = 0.0
         self.dropped = 0
-        """Messages to peers that are gone or read nothing."""
+        """Messages dropped because the peer is gone or does not read."""
         self.limit_of: Callable[[bytes], int] = lambda _: MAX_MESSAGE_BYTES
         """Longest message of a peer, in bytes; a longer one is not decoded."""
         _at(address, self._socket.bind)
@@ -194,27 +195,27 @@ class Hub(_Endpoint, Generic[Inbound]):
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def keep_bound(self, now: float) -> None:
-        """Bind again if somebody deleted our socket's file; connections are not touched.
+        """Bind again if the socket's file was deleted; connections are not affected.
 
-        Call it often: it looks once a second of `now`.
+        Call it often: it checks once a second of `now`.
         """
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
         path = self._address.removeprefix(IPC)
         if path != self._address and not Path(path).exists() and Path(path).parent.exists():
-            with contextlib.suppress(zmq.ZMQError):  # the folder has just gone: in a second, then
+            with contextlib.suppress(zmq.ZMQError):  # the folder has just gone: retry later
                 self._socket.bind(self._address)
 
     def accept(self, peer: bytes) -> None:
-        """This peer has introduced itself: its messages may be large from now on."""
+        """Accept a peer after its handshake: its messages may be large from now on."""
         self._accepted.add(peer)
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         """Queue a message, which may be encoded already.
 
         Returns:
-            False if the peer is gone or reads nothing any more.
+            False if the peer is gone or no longer reads.
         """
         frame = message if isinstance(message, bytes) else encode(message)
         try:
@@ -228,7 +229,9 @@ class Hub(_Endpoint, Generic[Inbound]):
         return True
 
     def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
-        """The next waiting (peer, message), or None; a bad message comes as its error."""
+        """Return the next waiting (peer, message), or None; an invalid message comes as its
+        error.
+        """
         try:
             peer = self._socket.recv(_NOW)
         except zmq.Again:
@@ -258,7 +261,7 @@ class Hub(_Endpoint, Generic[Inbound]):
 
 
 def _at(address: str, attach: Callable[[str], object]) -> None:
-    """Bind or connect; raises UsageError if a network address cannot be used."""
+    """Bind or connect; raise UsageError if a network address cannot be used."""
     try:
         attach(address)
     except zmq.ZMQError as error:
@@ -268,7 +271,7 @@ def _at(address: str, attach: Callable[[str], object]) -> None:
 
 
 class Poller:
-    """Waits for any of several endpoints, and of other programs' pipes."""
+    """Waits for several endpoints, and for other programs' pipes."""
 
     def __init__(self, endpoints: Sequence[_Endpoint]) -> None:
         self._poller = zmq.Poller()
@@ -276,17 +279,17 @@ class Poller:
             self.add(endpoint)
 
     def add(self, endpoint: _Endpoint) -> None:
-        """Wait for one more; again changes nothing."""
+        """Add an endpoint; adding it again changes nothing."""
         self._poller.register(endpoint.socket, zmq.POLLIN)
 
     def read(self, descriptor: int) -> None:
-        """Wait for a file descriptor that can be read, too."""
+        """Also wait until a file descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def write(self, descriptor: int, *, wanted: bool) -> None:
-        """Wait for a file descriptor that can be written, or no longer."""
-        self._poller.register(descriptor, zmq.POLLOUT if wanted else 0)
+    def write(self, descriptor: int, *, enabled: bool) -> None:
+        """Start or stop waiting until a file descriptor is writable."""
+        self._poller.register(descriptor, zmq.POLLOUT if enabled else 0)
 
     def wait(self, timeout_s: float) -> None:
-        """Return once something can be done, or after `timeout_s` seconds."""
+        """Return once something is ready, or after `timeout_s` seconds."""
         self._poller.poll(max(0, round(timeout_s * 1000)))

@@ -1,8 +1,8 @@
-"""Messages to bytes and back: msgpack on the wire, written and read by msgspec.
+"""Message encoding: msgpack on the wire, through msgspec.
 
-Decoding is strict and bounded: size, nesting, types, ranges, unknown fields and the lengths
-of lists are checked while the bytes are read, a length before room is made for it. Every
-failure is a ProtocolError that says what was wrong.
+Decoding is strict and bounded: size, nesting, types, ranges, unknown fields and the lengths of
+lists are checked while the bytes are read, and a length is checked before memory is allocated for
+it. Every failure is a ProtocolError that describes the error.
 """
 
 from typing import Any, Generic, TypeVar, get_args
@@ -20,7 +20,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """The msgpack map of a message, its tag under `type`."""
+    """Return the msgpack map of a message, its tag under `type`."""
     return _ENCODER.encode(message)
 
 
@@ -36,10 +36,11 @@ class Decoder(Generic[M]):
         )
 
     def decode(self, data: bytes) -> M:
-        """The message in `data`.
+        """Decode a message.
 
         Raises:
-            ProtocolError: too large, not msgpack, not one of the union, or a field is wrong.
+            ProtocolError: it is too large, not msgpack, not of the union, or has an invalid
+                field.
         """
         if len(data) > MAX_MESSAGE_BYTES:
             raise ProtocolError(
@@ -48,8 +49,8 @@ class Decoder(Generic[M]):
         try:
             message: M = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            known = ", ".join(self._names)
+            names = ", ".join(self._names)
             raise ProtocolError(
-                f"{len(data)} bytes are no message that is valid here ({error}); known: {known}"
+                f"{len(data)} bytes are no message that is valid here ({error}); known: {names}"
             ) from error
         return message

@@ -1,10 +1,10 @@
-"""CURVE: who may be at the other end of a network connection, and that nobody else can read it.
+"""CURVE: authentication and encryption of network connections.
 
-Both ends know each other's public key beforehand (pinned); there is no authority and no first
-trust. Keys are 40 characters of Z85, as zmq writes them. Only `channel.py` uses the sockets.
+Both ends know each other's public key in advance (pinned); there is no certificate authority and no
+trust on first use. Keys are 40 characters of Z85, zmq's format. Only `channel.py` uses the sockets.
 
-What zmq brings for keys and connections imports asyncio and TLS. Every process of a stack imports
-this module and few need that, so it is imported where it is used.
+zmq's modules for keys and monitoring import asyncio and TLS. Every process of a stack imports this
+module and few need those, so they are imported where they are used.
 """
 
 import stat
@@ -23,58 +23,58 @@ if TYPE_CHECKING:
 
 _DOMAIN = "ssd"
 _HANDSHAKE_MS = 5000
-"""A stranger who connects and says nothing is put out after so long."""
+"""A client that connects without completing the handshake is disconnected after this time."""
 _LETTERS = 40
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who we are."""
+    """The keys of this end."""
 
     public: str
-    """May be known to everybody."""
+    """The public key."""
     secret: str
-    """Stays in its file."""
+    """The secret key; never leaves its file."""
 
 
 @dataclass(frozen=True)
 class ServerLock:
-    """For the end that listens."""
+    """The keys of the listening end."""
 
     own: KeyPair
     trusted: frozenset[str]
-    """Public keys of those who may connect."""
+    """Public keys of clients that may connect."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether this client may connect; zmq's authenticator asks it under this name."""
+        """Return True if this client may connect; zmq's authenticator requires this name."""
         return domain == _DOMAIN and key.decode() in self.trusted
 
 
 @dataclass(frozen=True)
 class ClientLock:
-    """For the end that connects."""
+    """The keys of the connecting end."""
 
     own: KeyPair
     server: str
-    """Public key of the one that must be there."""
+    """Public key of the expected server."""
 
 
 Lock = ServerLock | ClientLock
 
 
 class Monitor(NamedTuple):
-    """Where zmq tells what happens to a connection."""
+    """The socket on which zmq reports events of a connection."""
 
     socket: zmq.Socket[bytes]
 
 
 def new_keys() -> KeyPair:
-    """A new pair."""
+    """Create a key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
 def check_key(text: str) -> str:
-    """The text, if it can be a public key; raises UsageError if not."""
+    """Return the text if it can be a public key; raise UsageError otherwise."""
     try:
         whole = len(text) == _LETTERS and len(z85.decode(text.encode("ascii"))) == 32
     except (KeyError, ValueError, UnicodeEncodeError):
@@ -85,10 +85,10 @@ def check_key(text: str) -> str:
 
 
 def read_keys(file: Path) -> KeyPair:
-    """The pair in a file.
+    """Read the key pair in a file.
 
     Raises:
-        UsageError: it is not there, is no key file, or others may read it.
+        UsageError: the file is missing, is not a key file, or is readable by others.
     """
     try:
         open_to_all = stat.S_IMODE(file.stat().st_mode) & 0o077
@@ -103,10 +103,10 @@ def read_keys(file: Path) -> KeyPair:
 def secure(
     socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], lock: Lock
 ) -> "ThreadAuthenticator | None":
-    """Close a socket to strangers, before it is bound or connected.
+    """Authenticate and encrypt a socket, before it is bound or connected.
 
     Returns:
-        What judges who may connect, for the end that listens; it lives until it is stopped.
+        The authenticator of a listening socket; it lives until it is stopped.
     """
     socket.handshake_ivl = _HANDSHAKE_MS
     socket.curve_publickey = lock.own.public.encode()
@@ -121,18 +121,18 @@ def secure(
     authenticator.configure_curve_callback(_DOMAIN, lock)
     socket.curve_server = True
     socket.zap_domain = _DOMAIN.encode()
-    # Without this, zmq lets everybody in if the judge's thread is not there.
+    # Without this, zmq accepts every client if the authenticator's thread is not running.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return authenticator
 
 
 def monitor(socket: zmq.Socket[bytes]) -> Monitor:
-    """Watch a socket that is about to connect."""
+    """Monitor a socket that is about to connect."""
     return Monitor(socket.get_monitor_socket())
 
 
 def poll_failure(watch: Monitor) -> str | None:
-    """Return what went wrong with the connection since the last call; None if nothing did."""
+    """Return the connection's failure since the last call, or None."""
     from zmq.utils.monitor import recv_monitor_message  # noqa: PLC0415
 
     while watch.socket.poll(0):

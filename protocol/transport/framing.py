@@ -1,8 +1,8 @@
-"""Messages in a stream of bytes: msgpack values, one after the other, are their own frames.
+"""Framing of messages in a byte stream: msgpack values delimit themselves.
 
-Only the ends of values are looked for here, by the msgpack package, whose unpacker can skip a
-value that has not arrived as a whole; msgspec reads whole messages only. What is inside is left
-to `codec.py`, so that a hostile stream makes us build nothing before sizes and types are checked.
+Only the ends of values are found here, by the msgpack package, whose unpacker can skip a value that
+has not arrived completely; msgspec reads whole messages only. The content is left to `codec.py`, so
+that nothing is built from a hostile stream before sizes and types are checked.
 """
 
 import msgpack
@@ -18,12 +18,12 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._unpacker = msgpack.Unpacker(max_buffer_size=max_bytes)
         self._bytes = bytearray()
-        """What was fed and not yet cut off."""
+        """Bytes that were fed and not cut off yet."""
         self._start = 0
-        """Place in the stream of its first byte."""
+        """Position of its first byte in the stream."""
 
     def feed(self, data: bytes) -> None:
-        """Add what was read; raises ProtocolError if no message can be that long."""
+        """Add received bytes; raise ProtocolError if the message is too long."""
         try:
             self._unpacker.feed(data)
         except msgpack.BufferFull as error:
@@ -31,11 +31,11 @@ class FrameReader:
         self._bytes += data
 
     def cut(self) -> bytes | None:
-        """The next whole value, or None if it has not arrived yet.
+        """Return the next whole value, or None if it has not arrived yet.
 
         Raises:
-            ProtocolError: this is no msgpack, or too long or nested too deeply; nothing
-                after it can be understood.
+            ProtocolError: the bytes are not msgpack, too long or nested too deeply; the rest of
+                the stream is unusable.
         """
         try:
             self._unpacker.skip()
@@ -43,7 +43,7 @@ class FrameReader:
             if len(self._bytes) > self._max_bytes:
                 raise self._too_long() from None
             return None
-        # Its errors of format, nesting and size share no other base.
+        # Its errors of format, nesting and size share no other base class.
         except ValueError as error:
             raise ProtocolError(f"the stream is no msgpack ({error or 'bad byte'})") from error
         length = self._unpacker.tell() - self._start
@@ -54,7 +54,7 @@ class FrameReader:
 
     @property
     def inside(self) -> bool:
-        """True if a message has begun and not ended."""
+        """True within an incomplete message."""
         return bool(self._bytes)
 
     def _too_long(self) -> ProtocolError:

@@ -1,8 +1,8 @@
 """Messages over a pair of file descriptors: a program's standard input and output.
 
-It has the methods of a `Channel`, so that a service does not know which of the two it has.
-Neither descriptor is made non-blocking, as that would change it for every process that
-shares it; what poll() calls ready takes `select.PIPE_BUF` bytes without blocking.
+The methods are those of a `Channel`, so that a service need not distinguish them. Neither
+descriptor is made non-blocking, as that would change it for every process that shares it; a
+descriptor that poll() reports as ready takes `select.PIPE_BUF` bytes without blocking.
 """
 
 import os
@@ -19,20 +19,20 @@ Inbound = TypeVar("Inbound", bound=Message)
 
 READ_BYTES = 1 << 16
 _WRITE_S = 30.0
-"""A peer that reads nothing for so long has hung."""
+"""A peer that reads nothing for this long counts as hung."""
 
 
 class Pipes(NamedTuple):
-    """The descriptors that the process which started us talks to us by."""
+    """The descriptors for communication with the parent process."""
 
     reading: int
     writing: int
 
 
 def take_pipes() -> Pipes:
-    """Keep standard input and output for the protocol alone.
+    """Reserve standard input and output for the protocol.
 
-    What a library prints goes to standard error from now on, and nothing else reads the input.
+    From now on, libraries print to standard error, and nothing else reads the input.
     """
     pipes = Pipes(os.dup(0), os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -55,16 +55,16 @@ class PipeChannel(Generic[Inbound]):
         """Write a message.
 
         Raises:
-            DeadlineExceeded: the peer reads nothing any more.
+            DeadlineExceeded: the peer no longer reads.
             StreamEnded: the peer has closed its end.
         """
         write_all(self._writing, encode(message), "reader of our messages", timeout_s)
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting, after at most `timeout_s` seconds.
+        """Return True if a message is waiting, after at most `timeout_s` seconds.
 
         Raises:
-            StreamEnded: there is no message any more.
+            StreamEnded: the stream has ended.
             ProtocolError: the stream is broken.
         """
         deadline = Deadline(timeout_s)
@@ -73,17 +73,17 @@ class PipeChannel(Generic[Inbound]):
             if self._next is None:
                 if not readable(self._reading, deadline.remaining):
                     if not deadline.passed:
-                        continue  # this process was asleep itself
+                        continue  # this process itself was suspended
                     return False
                 self._fill()
         return True
 
     def await_news(self, timeout_s: float) -> bool:
-        """Wait for a message, as `ready` does: a pipe has one other end."""
+        """Wait for a message, like `ready`: a pipe never reconnects."""
         return self.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> Inbound:
-        """The next message; errors as for `Channel.receive` and `ready`."""
+        """Return the next message; errors as for `Channel.receive` and `ready`."""
         if not self.ready(timeout_s) or self._next is None:
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
         frame, self._next = self._next, None
@@ -99,12 +99,12 @@ class PipeChannel(Generic[Inbound]):
 
 
 def readable(descriptor: int, timeout_s: float) -> bool:
-    """Return whether reading will not block, after at most `timeout_s` seconds."""
+    """Return True if reading will not block, after at most `timeout_s` seconds."""
     return _poll(descriptor, select.POLLIN, timeout_s)
 
 
 def writable(descriptor: int, timeout_s: float) -> bool:
-    """Return whether `write_some` will not block, after at most `timeout_s` seconds."""
+    """Return True if `write_some` will not block, after at most `timeout_s` seconds."""
     return _poll(descriptor, select.POLLOUT, timeout_s)
 
 
@@ -115,17 +115,17 @@ def write_all(descriptor: int, data: bytes, who: str, timeout_s: float = _WRITE_
     while rest:
         if not writable(descriptor, deadline.remaining):
             if not deadline.passed:
-                continue  # this process was asleep itself
+                continue  # this process itself was suspended
             raise DeadlineExceeded(f"no {who} within {timeout_s:g} s")
         rest = rest[write_some(descriptor, rest) :]
 
 
 def write_some(descriptor: int, data: memoryview | bytes | bytearray) -> int:
-    """Write as much as a descriptor that is ready takes without blocking; how much that was."""
+    """Write as much as a ready descriptor takes without blocking; return the number of bytes."""
     try:
         return os.write(descriptor, data[: select.PIPE_BUF])
     except BrokenPipeError as error:
-        raise StreamEnded("nobody reads the stream any more") from error
+        raise StreamEnded("the stream is no longer read") from error
     except OSError as error:
         raise RuntimeFailure(f"the stream cannot be written: {error}") from error
 

@@ -37,7 +37,7 @@ class StdioPeer:
     def watch(self, poller: Poller) -> None:
         """Wait for its output, and until it reads if something is left for it."""
         poller.read(self._program.reading)
-        poller.write(self._program.writing, wanted=bool(self._unsent))
+        poller.write(self._program.writing, enabled=bool(self._unsent))
 
     def ready(self, timeout_s: float) -> bool:
         """Return whether a message is waiting."""
