@@ -1,1 +1,1 @@
-"""Keys and values of sequences: slots, memory, and the prefixes that are kept."""
+"""Keys and values of sequences: slots, memory, and the prefix cache."""

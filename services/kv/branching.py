@@ -1,11 +1,11 @@
-"""Recurrent states and slots of one sequence at a drafter, whose branches grow together.
+"""Recurrent states and slots of a drafter's sequence, whose branches advance as one batch.
 
-A branch needs a recurrent state of its own. The branches of a depth are a batch: one token
-each, [branches, 1], with states [branches, ...] that are made by indexing, as MLX arrays are
-values. Attention layers keep their rows in slots, as they do without recurrent layers
-(`kv.cache`), and hand the same slots to every branch, under its own mask.
+Every branch needs its own recurrent state. The branches of one depth form a batch: one token each,
+[branches, 1], with states [branches, ...] made by indexing, since MLX arrays are values. Attention
+layers keep their rows in slots, as in models without recurrent layers (`kv.cache`), and give the
+same slots to every branch, each under its own mask.
 
-The trunk can go back to any token of its last passes: their recurrences are computed again
+The trunk can be rewound to any token of its last passes; their recurrences are recomputed
 (`kv.replay`).
 """
 
@@ -26,23 +26,23 @@ from services.kv.slots import SlotCache
 from services.kv.state import PassSize
 
 _PASSES = 8
-"""Passes of the trunk that can be gone back into."""
+"""Trunk passes that can be rewound."""
 _MOST_RECORDED = 65
-"""Tokens of a recorded pass; longer ones are prompts."""
+"""Longest pass that is recorded, in tokens; longer ones are prompts."""
 
 States = list[list[mx.array | None]]
-"""Per recurrent layer its arrays, [1 or branches, ...]."""
+"""The arrays of each recurrent layer, [1 or branches, ...]."""
 
 
 class _BranchSlotCache(SlotCache):
-    """An attention layer that takes a row of tokens, or a batch of one token per branch."""
+    """An attention layer that takes a row of tokens, or a batch with one token per branch."""
 
     in_batch = False
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The mask of the row, or [branches, 1, 1, slots]."""
+        """Return the mask of the row, or [branches, 1, 1, slots]."""
         if not self.in_batch:
             return super().make_mask(n, return_array=return_array, window_size=window_size)
         mask: Any = self._store.mask(window_size or self.window, as_array=True)
@@ -53,7 +53,7 @@ class _BranchSlotCache(SlotCache):
         return rows
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the rows of a batch side by side; each branch gets all slots."""
+        """Store the rows of a batch next to each other; every branch gets all slots."""
         if not self.in_batch:
             return super().update_and_fetch(keys, values)
         rows = super().update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
@@ -64,7 +64,7 @@ class _BranchSlotCache(SlotCache):
 
 @dataclass
 class _Pass:
-    """A pass of the trunk."""
+    """A pass over the trunk."""
 
     start: int
     count: int
@@ -77,17 +77,17 @@ class _Depth:
     """One depth of the tree."""
 
     start: int
-    """Its first scratch slot."""
+    """First scratch slot of the depth."""
     states: States
 
 
 class BranchingState:
-    """The state of one sequence at a drafter; takes the place of a `KVStore`.
+    """The state of a drafter's sequence with recurrent layers, used in place of a `KVStore`.
 
     Args:
-        make_caches: gives fresh caches of mlx-lm's own, `KVCache` and `ArraysCache` only.
-        plan: how the recurrent layers are computed again.
-        bucketed: see `KVStore`.
+        make_caches: creates empty mlx-lm caches, `KVCache` and `ArraysCache` only.
+        plan: how the recurrent layers are recomputed.
+        bucketed: as for `KVStore`.
     """
 
     needs_checkpoints = True
@@ -109,29 +109,29 @@ class BranchingState:
         ]
         self._recurrent: list[Any] = [cache for cache in natives if type(cache) is ArraysCache]
         self._points: dict[int, States] = {0: self._now()}
-        """Length -> states after so many tokens."""
+        """Length -> states after that many tokens."""
         self._passes: list[_Pass] = []
         self._tree: list[_Depth] = []
         self._recording: Recording | None = None
         self.is_batched = False
-        """Whether the pass in work is a batch of one token per branch."""
+        """True if the current pass is a batch with one token per branch."""
         self._open: Callable[[], None] | None = None
-        """Takes in what the pass in work has left."""
+        """Stores what the current pass left in the caches."""
 
     # ------------------------------------------------------------ passes
 
     @property
     def length(self) -> int:
-        """Tokens of the trunk."""
+        """Number of trunk tokens."""
         return self._store.length
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the pass in work."""
+        """[tokens] positions of the tokens of the current pass."""
         return self._store.positions
 
     def chain(self, count: int) -> None:
-        """The next forward appends `count` tokens to the trunk."""
+        """Prepare a forward pass that appends `count` tokens to the trunk."""
         self._settle()
         start = self.length
         self._set(self._states_at(start), in_batch=False)
@@ -157,9 +157,9 @@ class BranchingState:
     def branches(
         self, start: int, positions: npt.NDArray[np.int64], visible: npt.NDArray[np.bool_]
     ) -> None:
-        """The next forward writes one token per branch to the scratch slots from `start` on.
+        """Prepare a pass that writes one token per branch to the scratch slots from `start`.
 
-        Arguments as for `KVStore.branches`. The first depth begins right behind the trunk.
+        Arguments as for `KVStore.branches`. The first depth starts right after the trunk.
         """
         self._settle()
         if start == self.length:
@@ -173,7 +173,7 @@ class BranchingState:
         self._open = lambda: self._tree.append(_Depth(start, self._now()))
 
     def _settle(self) -> None:
-        """The pass in work has run."""
+        """Store the results of the current pass, which has run."""
         if self._recording is not None:
             self._recording.stop()
         settle, self._open, self._recording = self._open, None, None
@@ -191,7 +191,7 @@ class BranchingState:
             slots.in_batch = in_batch
 
     def _gather(self, lengths: Sequence[int]) -> States:
-        """The states after each of these lengths, as a batch."""
+        """Return the states after each of these lengths as one batch."""
         found = {length: self._states_at(length) for length in set(lengths)}
         first = found[lengths[0]]
         return [
@@ -203,11 +203,11 @@ class BranchingState:
         ]
 
     def _states_at(self, length: int) -> States:
-        """The states after so many tokens; raises ValueError if they cannot be had any more."""
+        """Return the states after `length` tokens; raises ValueError if they are no longer held."""
         if length not in self._points:
             one = next((p for p in self._passes if p.start < length <= p.start + p.count), None)
             if one is None:
-                raise ValueError(f"the state after {length} tokens is not held any more")
+                raise ValueError(f"the state after {length} tokens is no longer held")
             temporary: list[Any] = [ArraysCache(len(arrays)) for arrays in one.end]
             for cache, arrays in zip(temporary, one.end, strict=True):
                 cache.cache = [*arrays]
@@ -215,10 +215,10 @@ class BranchingState:
             self._points[length] = [list(cache.cache) for cache in temporary]
         return self._points[length]
 
-    # ------------------------------------------------------------ going back and on
+    # --------------------------------------------------------- rewind and commit
 
     def trim(self, length: int) -> None:
-        """Forget all tokens from `length` on; the tree stays until the next chain."""
+        """Drop all tokens from `length` on; the tree stays until the next chain."""
         self._settle()
         self._store.trim(length)
         self._points = {at: states for at, states in self._points.items() if at <= length}
@@ -228,7 +228,7 @@ class BranchingState:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        """Keep the states that the last passes can need, and the first and the last one."""
+        """Drop all states but the first, the last and those that the last passes may need."""
         last = max(self._points)
         oldest = min([last, *(one.start for one in self._passes)])
         self._points = {at: s for at, s in self._points.items() if at >= oldest or at == 0}
@@ -239,11 +239,11 @@ class BranchingState:
 
     @property
     def takes_trees(self) -> bool:
-        """A trunk's pass is over a chain."""
+        """False: a pass over the trunk takes a chain."""
         return False
 
     def append_tree(self, tree: TokenTree) -> None:
-        """Raises ValueError: a recurrence has no branches in a row."""
+        """Raise ValueError: a recurrence cannot branch within a row."""
         raise ValueError(f"a recurrent state takes no tree of {len(tree)} tokens")
 
     def commit_rows(self, rows: Sequence[int]) -> None:
@@ -251,7 +251,7 @@ class BranchingState:
         raise ValueError(f"a recurrent state has no rows {list(rows)} of a tree")
 
     def suspend(self) -> Any:
-        """Raises ValueError: a drafter does not run ahead of its tokens."""
+        """Raise ValueError: a drafter does not run ahead of its tokens."""
         raise ValueError("a drafter's pass cannot be suspended")
 
     def resume(self, suspended: Any) -> None:
@@ -259,7 +259,7 @@ class BranchingState:
         raise ValueError(f"a drafter's pass cannot be resumed: {suspended!r}")
 
     def move(self, slots: Sequence[int]) -> None:
-        """Append the tokens in these scratch slots, one of each depth, to the trunk."""
+        """Append the tokens in these scratch slots, one per depth, to the trunk."""
         self._settle()
         for number, slot in enumerate(slots):
             depth = next(d for d in reversed(self._tree) if d.start <= slot)
@@ -270,20 +270,20 @@ class BranchingState:
         self._store.move(slots)
 
     def write(self, start: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Raises ValueError: rows of keys and values are not the whole state."""
+        """Raise ValueError: keys and values alone do not restore a recurrent state."""
         raise ValueError(f"{len(rows)} layers of rows from {start} on have no recurrent state")
 
-    # ------------------------------------------------------------ forks and memory
+    # --------------------------------------------------------- forks and memory
 
     def resumable(self, length: int) -> int:
-        """Return how many of the first `length` tokens a fork can begin with."""
+        """Return how many of the first `length` tokens a fork can keep."""
         self._settle()
         inside = [min(length, one.start + one.count) for one in self._passes if one.start < length]
         points = [at for at in self._points if at <= min(length, self.length)]
         return min(self.length, max([0, *inside, *points]))
 
     def fork(self, length: int) -> "BranchingState":
-        """Return a state of its own with the first `length` tokens."""
+        """Return an independent state with the first `length` tokens."""
         self._settle()
         new = BranchingState(self._make_caches, self._plan, bucketed=self._bucketed)
         states = self._states_at(length)
@@ -292,7 +292,7 @@ class BranchingState:
         return new
 
     def checkpoint(self, *, ends_turn: bool = False) -> None:
-        """Nothing: the last passes are held."""
+        """Do nothing: the states of the last passes are held."""
 
     @property
     def nbytes(self) -> int:
@@ -303,23 +303,23 @@ class BranchingState:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that another token adds in the long run."""
+        """Bytes that another token adds once buffers have grown."""
         return self._store.bytes_per_token
 
     @property
     def pass_size(self) -> PassSize:
-        """Memory that a pass takes; the branches of a depth are gathered, and have new states."""
+        """Memory of one pass; the branches of a depth are gathered and get new states."""
         own = [sum(array.nbytes for array in layer if array is not None) for layer in self._now()]
         found = size_pass(own, self._plan)
         return found._replace(states=2 * found.states, most_kept=_MOST_RECORDED)
 
     def evaluate(self) -> None:
-        """Compute everything that was stored so far."""
+        """Evaluate everything that has been stored."""
         self._settle()
         mx.eval(self._store.arrays, self._now())
 
     def dump(self, length: int) -> dict[str, mx.array]:
-        """Raises ValueError: a drafter's states are not saved."""
+        """Raise ValueError: a drafter's states are not saved."""
         raise ValueError(f"a drafter's state of {length} tokens is not saved")
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens of KV fit into the memory that is meant for them."""
+"""Compute how many tokens of KV fit into the memory reserved for them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,31 +10,31 @@ from services.kv.state import PassSize, SequenceState
 from services.mlx.free_memory import free_for_mlx
 
 _SHARE = 0.5
-"""Of the free memory, where nothing was said: the rest is for drafts, prompts and the system."""
+"""Share of the free memory without `kv_bytes`; the rest is for drafts, prompts and the system."""
 
 
 class KVSize(NamedTuple):
     """Memory of one sequence's state."""
 
     per_token: int
-    """Bytes, in the long run."""
+    """Bytes per token, once buffers have grown."""
     fixed: int
-    """What a sequence holds besides its tokens: windows and recurrent states."""
+    """Bytes that do not depend on the length: windows and recurrent states."""
     passes: PassSize = PassSize()
-    """What its passes take beside products and slots."""
+    """What its passes need in addition to products and slots."""
 
 
 class KVTokens(NamedTuple):
-    """Token budget that the states of all sequences share."""
+    """The token budget shared by the states of all sequences."""
 
     tokens: int
-    """0 stands for any number."""
+    """0 means unlimited."""
     limit: str
-    """What it follows from, for people."""
+    """What limits it, in words."""
 
 
 def measure_kv(model: Any, make_state: Callable[[], SequenceState]) -> KVSize:
-    """Ask the model for shapes; nothing is computed."""
+    """Measure the memory of the model's state from its shapes, without computing anything."""
     state = make_state()
     state.append(1, whole=True)
     model(mx.array([[1]]), cache=state.caches)
@@ -45,7 +45,7 @@ def measure_kv(model: Any, make_state: Callable[[], SequenceState]) -> KVSize:
 
 
 def count_kv_tokens(size: KVSize, kv_bytes: int) -> KVTokens:
-    """Tokens that fit into `kv_bytes`; 0 bytes stand for a share of what is free now."""
+    """Return the tokens that fit into `kv_bytes`; 0 bytes mean a share of the memory now free."""
     free = free_for_mlx()
     budget, limit = kv_bytes, "kv_bytes"
     if not kv_bytes:

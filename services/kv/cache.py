@@ -1,11 +1,11 @@
-"""KV memory in slots: one buffer per layer, an append-only trunk and scratch slots behind it.
+"""KV memory in slots: one buffer per layer with an append-only trunk, then scratch slots.
 
-A `KVStore` sets the `Frame` before each forward (`kv.slots`). So one flat sequence of tokens can
-be a chain (a prompt, a verification) or a row of parallel branches, each token with its own
-position and its own view of the slots, and no KV is ever copied to make a branch.
+A `KVStore` sets the `Frame` before each forward pass (`kv.slots`). One flat sequence of tokens can
+thus be a chain (a prompt, a verification) or a row of parallel branches, each token with its own
+position and its own view of the slots; branching never copies KV.
 
-Sliding-window layers of a `KVStore` keep all slots; the window is a condition in the mask, as
-a tree of branches needs it. Targets hold the window alone (`kv.window`).
+Sliding-window layers of a `KVStore` keep all slots; the window is a condition in the mask, which a
+tree of branches needs. Targets keep only the window (`kv.window`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,23 +39,25 @@ class KVStore:
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
         self.written: list[mx.array] | None = None
-        """Of each layer, what is there when the frame's pass has written its rows in place."""
+        """Per layer, an array that is computed once the pass has written its rows in place."""
         self._is_shared = False
-        """Whether others may hold its buffers."""
+        """True if other stores may hold its buffers."""
         self.seat: TableSeat | None = None
-        """Where its slots are, while it shares passes on a GPU."""
+        """Its place in a slot table while it shares passes on a GPU."""
         self.resident: ResidentSlots | None = None
-        """While CPU kernels may write to the slots where they are."""
+        """Set while CPU kernels may write its slots in place."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
         self.is_plain = slots and not bucketed and self._narrowest is None
-        """Whether each layer has all slots up to the frame's end, and its tokens see no others."""
+        """True if every layer has all slots up to the frame's end, and its tokens attend to all of
+        them.
+        """
 
     def reside(self, heads: int, size: int) -> ResidentSlots:
-        """Have room for the frame where CPU kernels may write.
+        """Move the frame into buffers that CPU kernels write in place.
 
         Args:
-            heads: of keys and values.
-            size: of a head.
+            heads: number of KV heads.
+            size: dimension of a head.
         """
         self.leave_table()
         end = self.frame.start + self.frame.count
@@ -64,12 +66,12 @@ class KVStore:
         return self.resident
 
     def hand_out(self) -> None:
-        """Somebody asks for the buffers, and may keep them: see `ResidentSlots`."""
+        """Return the buffers to MLX before a caller takes, and perhaps keeps, a reference."""
         self.resident = None
         self.leave_table()
 
     def leave_table(self) -> None:
-        """Have the slots in buffers of its own."""
+        """Move the slots out of the shared table into own buffers."""
         seat, self.seat = self.seat, None
         if seat is not None:
             length = max(self.length, self.frame.start + self.frame.count)
@@ -78,18 +80,18 @@ class KVStore:
 
     def _set(self, frame: Frame) -> None:
         if self.written:
-            launch(self.written[-1])  # should nobody have looked at what the pass gave
+            launch(self.written[-1])  # its result may not have been read
         self.frame, self.written = frame, None
         self._masks = {}
 
     def chain(self, count: int) -> None:
-        """The next forward appends `count` tokens to the trunk."""
+        """Prepare a forward pass that appends `count` tokens to the trunk."""
         end = self.length + count
         self._set(Frame(self.length, count, self.length, np.arange(end), None))
         self.length = end
 
     def narrow(self, chain: Frame, first: int, count: int) -> None:
-        """The next forward is over `count` tokens of a chain from its `first` one on."""
+        """Prepare a forward pass over `count` tokens of a chain, starting at its token `first`."""
         start = chain.start + first
         self._set(Frame(start, count, start, chain.positions[: start + count], None))
 
@@ -99,12 +101,12 @@ class KVStore:
         positions: npt.NDArray[np.int64],
         visible: npt.NDArray[np.bool_],
     ) -> None:
-        """The next forward writes parallel tokens to the scratch slots from `start` on.
+        """Prepare a forward pass that writes parallel tokens to the scratch slots from `start`.
 
         Args:
             start: first slot written; at least `length`.
             positions: [start + count] position of the token in every slot, new ones included.
-            visible: [count, start + count] which slots each new token sees.
+            visible: [count, start + count] slots that each new token attends to.
         """
         count = visible.shape[0]
         offsets = mx.array(positions[start:], dtype=mx.int32)
@@ -112,7 +114,7 @@ class KVStore:
 
     @property
     def takes_trees(self) -> bool:
-        """Any token can see any slots."""
+        """True: any token can attend to any slots."""
         return True
 
     def append_tree(self, tree: TokenTree) -> None:
@@ -130,22 +132,22 @@ class KVStore:
 
     @property
     def owed(self) -> int:
-        """None: slots go back to any length."""
+        """Always 0: slots can be rewound to any length."""
         return 0
 
     @property
     def most_owed(self) -> int:
-        """None, as it owes none."""
+        """Always 0, as nothing is ever owed."""
         return 0
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Forks can begin anywhere."""
+        """False: forks can start anywhere."""
         return False
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the pass in work."""
+        """[tokens] positions of the tokens of the current pass."""
         return self.frame.positions[self.frame.start :]
 
     def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
@@ -157,7 +159,7 @@ class KVStore:
         self.trim(length)
 
     def suspend(self) -> int:
-        """Undo the pass; the rows stay where a pass over the same tokens writes them."""
+        """Undo the pass; its rows stay where a pass over the same tokens would write them."""
         count = self.frame.count
         self.trim(self.frame.start)
         return count
@@ -167,29 +169,29 @@ class KVStore:
         self.chain(suspended)
 
     def resumable(self, length: int) -> int:
-        """Return how many of the first `length` tokens a fork can begin with."""
+        """Return how many of the first `length` tokens a fork can keep."""
         return min(length, self.length)
 
     def checkpoint(self, *, ends_turn: bool = False) -> None:
-        """Nothing: forks can begin anywhere."""
+        """Do nothing: forks can start anywhere."""
 
     def fork(self, length: int) -> "KVStore":
-        """A store with the first `length` tokens; what either does next, the other never sees.
+        """Return a store with the first `length` tokens, independent of this one.
 
-        They share buffers until one of them writes: MLX writes in place only what nobody else
-        holds, and kernels of ours only what is the store's `own`.
+        Both share buffers until one of them writes: MLX writes in place only to buffers with a
+        single reference, and our kernels only after `own`.
         """
         new = self._empty(length)
         new.share(self, length)
         return new
 
     def _empty(self, fork_length: int) -> "KVStore":
-        """A store for a fork of so many tokens."""
+        """Return a store for a fork of `fork_length` tokens."""
         del fork_length
         return KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
 
     def share(self, other: "KVStore", length: int) -> None:
-        """Begin with the first `length` tokens of another store of the same layers."""
+        """Start with the first `length` tokens of another store of the same layers."""
         if not 0 <= length <= other.length:
             raise ValueError(f"cannot fork {length} of {other.length} tokens")
         slots = round_to_bucket(length)
@@ -202,11 +204,11 @@ class KVStore:
             self._is_shared = other._is_shared = True
 
     def own(self) -> None:
-        """Have buffers that nobody else holds, so that they can be written to where they are."""
+        """Make its buffers exclusive, so that they can be written in place."""
         if self._is_shared:
             for cache in self.caches:
                 cache.keys, cache.values = (
-                    # Of two inputs MLX makes a new array, whoever else holds them.
+                    # With two inputs MLX always allocates a new array.
                     buffer if buffer is None else mx.contiguous(mx.maximum(buffer, buffer))
                     for buffer in (cache.keys, cache.values)
                 )
@@ -223,7 +225,7 @@ class KVStore:
         return found
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
-        """Begin with the arrays that `dump` gave."""
+        """Start with the arrays that `dump` returned."""
         lengths = {array.shape[2] for array in arrays.values()}
         if len(arrays) != 2 * len(self.caches) or len(lengths) > 1 or self.length:
             raise ValueError(f"{len(arrays)} arrays of {lengths} tokens do not fit here")
@@ -233,10 +235,10 @@ class KVStore:
         self.length = max(lengths, default=0)
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
-        """Begin with buffers of keys and values, [1, heads, slots, size] per layer.
+        """Start with buffers of keys and values, [1, heads, slots, size] per layer.
 
-        They are not copied: nobody else may hold them. Their first `length` slots are tokens;
-        this store must be empty.
+        They are not copied, so the caller must give up its references. Their first `length` slots
+        are tokens; this store must be empty.
         """
         if len(buffers) != len(self.caches) or self.length:
             raise ValueError(f"{len(buffers)} layers for {len(self.caches)} with {self.length}")
@@ -245,12 +247,12 @@ class KVStore:
         self.length = length
 
     def write(self, start: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Make these the trunk's last rows, from slot `start` on: [1, heads, tokens, size] each.
+        """Replace the trunk's rows from slot `start` on by these: [1, heads, tokens, size] each.
 
-        The slots behind them are left as they are.
+        The slots after them are left unchanged.
         """
         if start > self.length:
-            raise ValueError(f"cannot write at {start} behind {self.length} tokens")
+            raise ValueError(f"cannot write at slot {start}: the sequence has {self.length} tokens")
         for cache, (keys, values) in zip(self.caches, rows, strict=True):
             cache.keys = store_rows(cache.keys, keys, start)
             cache.values = store_rows(cache.values, values, start)
@@ -263,24 +265,24 @@ class KVStore:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that another token adds in the long run."""
+        """Bytes that another token adds once buffers have grown."""
         return sum(array.nbytes // array.shape[2] for array in self.arrays)
 
     @property
     def pass_size(self) -> PassSize:
-        """Nothing beside the slots."""
+        """Nothing in addition to the slots."""
         return PassSize()
 
     def trim(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
+        """Drop all tokens from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot trim {self.length} tokens to {length}")
         if length <= self.frame.start:
-            self.written = None  # nobody wants the rows
+            self.written = None  # the rows are no longer needed
         self.length = length
 
     def move(self, slots: Sequence[int]) -> None:
-        """Append the tokens in these scratch slots to the trunk; rising slots may overlap it."""
+        """Append the tokens in these scratch slots, which may overlap, to the trunk."""
         pairs = enumerate(slots, start=self.length)
         stay = next((i for i, (to, slot) in enumerate(pairs) if slot != to), len(slots))
         self.length += stay
@@ -292,10 +294,10 @@ class KVStore:
             self.length += len(slots) - stay
 
     def _move_behind(self, slots: mx.array) -> None:
-        """Copy the rows in these slots to those behind the trunk."""
+        """Copy the rows in these slots to those after the trunk."""
         if self.seat is not None:
             self.seat.move(slots, self.length)
-        elif self.written is not None and not self._is_shared:  # as they were written, in place
+        elif self.written is not None and not self._is_shared:  # written in place
             launch(
                 [kv_rows.move(keys, values, slots, self.length) for keys, values in self._buffers]
             )
@@ -309,23 +311,23 @@ class KVStore:
         return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
     def key_length(self, end: int) -> int:
-        """How many slots attention is given when `end` of them are in use.
+        """Return how many slots attention gets when `end` of them are in use.
 
-        MLX on CUDA builds a plan for every new key length, about 25 ms each; buckets make
-        lengths recur. Not for a single token that sees them all: it has kernels for any
-        length, and with a mask none. Elsewhere the exact length is cheaper.
+        MLX on CUDA builds a plan for every new key length, about 25 ms each; buckets make lengths
+        recur. A single token that attends to all slots needs none: MLX has kernels for any length,
+        but only without a mask. Elsewhere the exact length is cheaper.
         """
         exact = not self._bucketed or self._sees_all(self._narrowest)
         return end if exact else round_to_bucket(end)
 
     def _sees_all(self, window: int | None) -> bool:
-        """Return whether the frame is one token that sees everything before it with this window."""
+        """Return True if the frame is one token that attends to all before it under this window."""
         frame = self.frame
         windowed = window is not None and frame.start + frame.count > window
         return frame.visible is None and frame.count == 1 and not windowed
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
-        """The mask of the current frame: None, "causal", or bool [count, reach]."""
+        """Return the mask of the current frame: None, "causal", or bool [count, reach]."""
         key = (window, as_array)
         if key not in self._masks:
             self._masks[key] = self._build_mask(window, as_array=as_array)
@@ -349,7 +351,9 @@ class KVStore:
         return mx.array(padded)
 
     def visible_rows(self) -> npt.NDArray[np.bool_]:
-        """[count, start + count] which slots each token of the frame sees, without a window."""
+        """Return [count, start + count], the slots each token of the frame attends to without a
+        window.
+        """
         frame = self.frame
         if frame.visible is not None:
             return frame.visible
@@ -358,12 +362,12 @@ class KVStore:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All buffers."""
+        """Return all buffers."""
         return [array for cache in self.caches for array in cache.state]
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
+        """Return one array per layer that is computed once the pass has stored its rows."""
         if self.seat is not None:
             return self.seat.milestones
         if self.written is not None:
@@ -371,7 +375,7 @@ class KVStore:
         return [cache.keys for cache in self.caches if cache.keys is not None]
 
     def evaluate(self) -> None:
-        """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""
+        """Evaluate what has been stored (after a prefill chunk whose logits are unused)."""
         if self.seat is not None:
             self.seat.evaluate()
         else:
@@ -379,7 +383,7 @@ class KVStore:
 
 
 def windows_of(model: Any) -> list[int | None]:
-    """The attention window per layer of an mlx-lm model, None where attention is full.
+    """Return the attention window of each layer of an mlx-lm model, None for full attention.
 
     Raises:
         ModelError: a layer keeps something else (a recurrent state, chunks, ...).

@@ -1,4 +1,4 @@
-"""Moments from which a sequence with windows or recurrent states can go on."""
+"""Checkpoints from which a sequence with windows or recurrent states can resume."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from services.kv.layer_copy import count_bytes, join_arrays
 from services.kv.window import WindowSnapshot
 
 _MOST = 4
-"""Of a sequence; each holds a copy of every recurrent state and window."""
+"""Per sequence; each holds a copy of every recurrent state and window."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A moment from which the sequence can go on. Slots need no copy."""
+    """A point from which the sequence can resume; slots need no copy."""
 
     length: int
     windows: list[WindowSnapshot]
     others: list[dict[str, Any]]
     ends_turn: bool = False
-    """Whether a chat's message ends here: the next prompt is likely to be the same up to here."""
+    """True if a chat message ends here: the next prompt probably shares everything up to here."""
 
     @property
     def nbytes(self) -> int:
@@ -30,9 +30,9 @@ class Checkpoint:
 
 
 def add_checkpoint(points: list[Checkpoint], new: Checkpoint) -> None:
-    """Take in a moment behind the others; of many, those stay that are farthest apart.
+    """Add a checkpoint; if there are too many, drop the one with the closest neighbours.
 
-    The last one at the end of a message stays, however near the next one is.
+    The last checkpoint at the end of a message is kept, however near the next one is.
     """
     points.append(new)
     if len(points) <= _MOST:

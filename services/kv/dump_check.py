@@ -1,9 +1,8 @@
 """Check that arrays read from a file have the shapes in which a model's states are dumped.
 
-What a state of another shape would lead to is found out too late: a pass that fails, or one
-that broadcasts. So the model is asked for the shapes of two short states, and what is read must
-agree with them. An axis by which these two differ grows with the tokens, and so does that of the
-rows of slots and windows.
+A state of another shape would be noticed too late, in a pass that fails or broadcasts. The model is
+therefore asked for the shapes of two short states, and the arrays must agree with them. An axis in
+which the two differ grows with the tokens, as does the row axis of slots and windows.
 """
 
 import json
@@ -16,18 +15,20 @@ import numpy as np
 from services.kv.state import SequenceState
 
 _SAMPLES = (2, 23)
-"""Tokens of the first sample, and how many more the second one has: no multiple of what a layer
-might collect rows for."""
+"""The number of tokens of the first sample, and how many more the second has.
+
+It is not a multiple of any number of rows that a layer might collect.
+"""
 _ROWS = 2
-"""The axis of the rows of slots and windows, [1, heads, rows, size], which come in buckets."""
+"""The row axis of slots and windows, [1, heads, rows, size], which comes in buckets."""
 _GROWING = ("windows", "keys", "values")
-"""Parts of a checkpoint whose arrays are such."""
+"""Parts of a checkpoint whose arrays have rows."""
 
 Dump = Mapping[str, mx.array]
 
 
 def sample_dumps(model: Any, make_state: Callable[[], SequenceState]) -> list[Dump]:
-    """Two states of the model, dumped; nothing is computed."""
+    """Dump two states of the model without computing anything."""
     state, dumps = make_state(), list[Dump]()
     for count in _SAMPLES:
         state.append(count, whole=True)
@@ -38,10 +39,10 @@ def sample_dumps(model: Any, make_state: Callable[[], SequenceState]) -> list[Du
 
 
 def check_dump(found: Dump, samples: list[Dump]) -> None:
-    """Compare a dump with two that the model gave.
+    """Compare a dump with two samples from the model.
 
     Raises:
-        ValueError: it is not of this model, in a sentence.
+        ValueError: it does not belong to this model, and why.
         KeyError: an array of a checkpoint is missing.
     """
     one, other = samples
@@ -57,7 +58,7 @@ def check_dump(found: Dump, samples: list[Dump]) -> None:
 
 
 def _read_points(dump: Dump) -> list[Any]:
-    """The checkpoints, with arrays in the place of their numbers."""
+    """Return the checkpoints with arrays in place of their numbers."""
     text: Any = np.array(dump["points"])
     points: list[Any] = _join(json.loads(text.tobytes()), dump)
     return points
@@ -74,9 +75,9 @@ def _join(value: Any, dump: Dump) -> Any:
 
 
 def _compare(what: str, found: Any, one: Any, other: Any, *, rows: bool) -> None:
-    """Compare with the samples in all but the number of tokens; `rows`: see `_ROWS`."""
+    """Compare with the samples in everything but the number of tokens; `rows`: see `_ROWS`."""
     if one is None or other is None:
-        return  # what comes later, or now and then
+        return  # present only in some states
     if type(found) is not type(one):
         raise ValueError(f"{what} is a {type(found).__name__}, not a {type(one).__name__}")
     if isinstance(one, mx.array):

@@ -1,7 +1,7 @@
-"""Copies of mlx-lm's own caches, whatever their class: by reference, and as plain arrays.
+"""Copies of mlx-lm's own caches of any class: by reference, and as plain arrays.
 
-MLX arrays are values: a second handle on an array keeps what it is now, and costs nothing
-until somebody writes.
+MLX arrays are values: a second reference keeps the present contents and costs nothing until one of
+them is written.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ def copy_cache(cache: Any) -> Copy:
         ModelError: it holds something that cannot be copied.
     """
     if type(cache) is ArraysCache:
-        # Its arrays are replaced, never written to.
+        # Its arrays are replaced, never written in place.
         return vars(cache) | {"cache": [*cache.cache]}
     return {name: _copy(value, cache) for name, value in vars(cache).items()}
 
 
 def restore_cache(cache: Any, copied: Copy) -> None:
-    """Let a cache of the same class hold what another one held."""
+    """Restore a copy into a cache of the same class."""
     if vars(cache).keys() != copied.keys():
         raise ValueError(f"this copy is not of a {type(cache).__name__}")
     if type(cache) is ArraysCache:
@@ -44,7 +44,7 @@ def restore_cache(cache: Any, copied: Copy) -> None:
 
 
 def count_bytes(copied: Any) -> int:
-    """Memory of the arrays in a copy."""
+    """Return the memory of the arrays in a copy."""
     if isinstance(copied, mx.array):
         return copied.nbytes
     if isinstance(copied, dict):
@@ -67,7 +67,7 @@ def _copy(value: Any, cache: Any) -> Any:
 
 
 def split_arrays(value: Any, arrays: list[mx.array]) -> Any:
-    """Replace arrays by their numbers in `arrays`, which gets them, so that JSON can hold it."""
+    """Move arrays into `arrays` and put their numbers in place, so that JSON can hold the rest."""
     if isinstance(value, mx.array):
         arrays.append(value)
         return {_ARRAY: len(arrays) - 1}
@@ -90,10 +90,10 @@ def join_arrays(value: Any, arrays: Mapping[int, mx.array]) -> Any:
 
 
 def is_trimmable(cache: Any) -> bool:
-    """Return whether the last rows (of the present chunk, for `ChunkedKVCache`) can be cut off."""
+    """Return True if the last rows (of the present chunk, for `ChunkedKVCache`) can be dropped."""
     return type(cache) in (KVCache, ChunkedKVCache)
 
 
 def copy_position(cache: Any) -> Any:
-    """Enough to bring the cache back to this moment: its offset, or a copy."""
+    """Return what restores the cache to this point: its offset, or a copy."""
     return cache.offset if is_trimmable(cache) else copy_cache(cache)

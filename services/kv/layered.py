@@ -1,11 +1,10 @@
-"""The state of a sequence whose layers remember in different ways.
+"""The state of a sequence with several kinds of layers.
 
-Layers of keys and values are slots (`kv.cache`), sliding layers hold their window
-(`kv.window`); both go back by forgetting their last rows. Anything else keeps mlx-lm's own
-cache. MLX arrays are values, so that a copy of such a cache before a pass is a few
-references. If a part of a chain is rejected, the cache is either computed again for the rows
-that stand (`kv.replay`), or the whole sequence goes back to where the pass began: then the
-tokens that stand are *owed*, and the next pass begins with them.
+Layers of keys and values are slots (`kv.cache`), sliding layers hold their window (`kv.window`);
+both rewind by dropping their last rows. All others keep mlx-lm's own cache. MLX arrays are values,
+so a copy of such a cache before a pass is a few references. If part of a chain is rejected, the
+cache is either recomputed for the accepted rows (`kv.replay`), or the whole sequence returns to the
+start of the pass: the accepted tokens are then *owed*, and the next pass starts with them.
 """
 
 import json
@@ -40,12 +39,12 @@ _MOST_OWED = 16
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where the pass in work began."""
+    """The point at which the current pass began."""
 
     length: int
     owed: int
     others: list[Any]
-    """A copy of each cache, or its offset where that is enough."""
+    """A copy of each cache, or its offset where that suffices."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class _Suspended:
 
 
 def flatten_caches(caches: Sequence[Any]) -> list[Any]:
-    """The caches of all layers, those in a `CacheList` one by one."""
+    """Return the caches of all layers, with each `CacheList` expanded."""
     found: list[Any] = []
     for cache in caches:
         found += flatten_caches(cache.caches) if type(cache) is CacheList else [cache]
@@ -69,10 +68,10 @@ class LayeredState:
     """State of a sequence whose layers keep more than keys and values.
 
     Args:
-        make_caches: gives fresh ones of mlx-lm's own, for all layers.
-        bucketed: see `KVStore`.
-        replay: how recurrent layers are computed again; None to feed tokens again instead.
-        own: whether slots and windows replace mlx-lm's caches of keys and values.
+        make_caches: creates empty mlx-lm caches for all layers.
+        bucketed: as for `KVStore`.
+        replay: how recurrent layers are recomputed; None to feed tokens again instead.
+        own: True to replace mlx-lm's caches of keys and values by slots and windows.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LayeredState:
     ) -> None:
         self._make_caches, self._bucketed, self._own = make_caches, bucketed, own
         self.replay = replay
-        """How its recurrent layers are computed again."""
+        """How its recurrent layers are recomputed."""
         caches = make_caches()
         flat = flatten_caches(caches)
         slots = sum(type(cache) is KVCache for cache in flat) if own else 0
@@ -96,12 +95,12 @@ class LayeredState:
         self.caches = [self._adopt(cache, unused, own=own, bucketed=bucketed) for cache in caches]
         self._mark: _Mark | None = None
         self.recording: Recording | None = None
-        """What the layers were given in the pass in work."""
+        """Inputs of the recurrent layers in the current pass."""
         self._checkpoints: list[Checkpoint] = []
         self.owed = 0
 
     def _adopt(self, cache: Any, unused: Iterator[Any], *, own: bool, bucketed: bool) -> Any:
-        """The cache that takes this one's place."""
+        """Return the cache that replaces this one."""
         if type(cache) is CacheList:
             inner = [self._adopt(c, unused, own=own, bucketed=bucketed) for c in cache.caches]
             joined: Any = CacheList
@@ -119,31 +118,31 @@ class LayeredState:
 
     @property
     def length(self) -> int:
-        """Number of tokens, those of the pass in work included."""
+        """Number of tokens, those of the current pass included."""
         return self._slots.length + self.owed
 
     @property
     def most_owed(self) -> int:
-        """Number of owed tokens that may be fed with others.
+        """Number of owed tokens that can be fed along with others.
 
-        On CUDA every new length of a pass is compiled, so they are fed alone, in lengths that
-        chains have anyway.
+        CUDA compiles every new pass length, so there they are fed alone, in lengths that chains
+        have anyway.
         """
         return 0 if self._bucketed else _MOST_OWED
 
     @property
     def needs_checkpoints(self) -> bool:
-        """True: windows and recurrent states hold the last moment only."""
+        """True: windows and recurrent states hold only the latest point."""
         return bool(self._windows or self._others)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the pass in work."""
+        """[tokens] positions of the tokens of the current pass."""
         return self._slots.positions
 
     @property
     def others(self) -> list[Any]:
-        """The caches that are mlx-lm's own."""
+        """The caches of mlx-lm's own classes."""
         return self._others
 
     def append(self, count: int, *, whole: bool = False) -> None:
@@ -152,19 +151,19 @@ class LayeredState:
         self._mark = _Mark(self._slots.length, self.owed, others)
         self._slots.chain(self.owed + count)
         self.owed = 0
-        # Of a single row there is nothing to go back into.
+        # A single row cannot be rewound into.
         wanted = self.replay is not None and self._slots.frame.count > 1 and not whole
         self.recording = record_pass(wanted=wanted, keeps_steps=True)
 
     @property
     def takes_trees(self) -> bool:
-        """Slots and windows do; a recurrence cannot fork within a pass."""
+        """True if all layers are slots and windows; a recurrence cannot branch within a pass."""
         return not self._others
 
     def append_tree(self, tree: TokenTree) -> None:
         """Begin a pass over the tokens of a tree."""
         if self._others:
-            raise ValueError("layers of other kinds than slots and windows take no trees")
+            raise ValueError("only slots and windows take trees, and this model has other layers")
         self._mark = _Mark(self._slots.length, 0, [])
         self._slots.append_tree(tree)
         for window in self._windows:
@@ -192,7 +191,7 @@ class LayeredState:
             window.compact()
 
     def _go_back(self, mark: _Mark, keep: int, count: int) -> None:
-        """Let the first `keep` rows of the pass stand."""
+        """Keep the first `keep` rows of the pass."""
         exact = keep > mark.owed and self._go_back_exactly(keep, count)
         held = mark.length + keep if exact else mark.length
         self._slots.trim(held)
@@ -203,7 +202,7 @@ class LayeredState:
             self.owed = keep
 
     def _go_back_exactly(self, keep: int, count: int) -> bool:
-        """Return whether every cache of mlx-lm's own could be brought to the first `keep` rows."""
+        """Return True if every mlx-lm cache could be rewound to the first `keep` rows."""
         states = [cache for cache in self._others if not is_trimmable(cache)]
         if states:
             if self.replay is None or self.recording is None:
@@ -222,7 +221,7 @@ class LayeredState:
                 restore_cache(cache, before)
 
     def suspend(self) -> _Suspended:
-        """Undo the pass in work, so that `resume` can redo it."""
+        """Undo the current pass so that `resume` can redo it."""
         mark, count = self._mark, self._slots.frame.count
         if mark is None or mark.owed:
             raise ValueError("there is no pass to suspend")
@@ -247,9 +246,9 @@ class LayeredState:
     # ------------------------------------------------------------ forks
 
     def checkpoint(self, *, ends_turn: bool = False) -> None:
-        """Remember this point, so that forks can begin here."""
+        """Save this point so that forks can start here."""
         if self._mark is not None or self.owed:
-            raise ValueError("a checkpoint stands between two passes")
+            raise ValueError("a checkpoint can only be made between two passes")
         if not self._checkpoints or self._checkpoints[-1].length != self.length:
             add_checkpoint(self._checkpoints, self._capture(ends_turn=ends_turn))
 
@@ -259,11 +258,11 @@ class LayeredState:
         return Checkpoint(self._slots.length, windows, others, ends_turn)
 
     def _begin(self) -> int:
-        """How many tokens were held when the pass in work began."""
+        """Return the number of tokens held when the current pass began."""
         return self._slots.length if self._mark is None else self._mark.length
 
     def resumable(self, length: int) -> int:
-        """Return how many of the first `length` tokens a fork can begin with."""
+        """Return how many of the first `length` tokens a fork can keep."""
         points = [point.length for point in self._checkpoints if point.length <= length]
         held = min(length, self._begin())
         if self._can_fork(held):
@@ -271,13 +270,13 @@ class LayeredState:
         return max(points, default=0)
 
     def _can_fork(self, length: int) -> bool:
-        """Return whether the present state can be brought to this length."""
+        """Return True if the present state can be rewound to this length."""
         if length == self._begin():
             return self._mark is None or all(map(_is_copied, self._mark.others))
         return not self._others and all(window.can_cut(length) for window in self._windows)
 
     def fork(self, length: int) -> "LayeredState":
-        """Return a state of its own with the first `length` tokens."""
+        """Return an independent state with the first `length` tokens."""
         new = self._empty()
         points = [point for point in self._checkpoints if point.length <= length]
         at = next((point for point in points if point.length == length), None)
@@ -311,7 +310,7 @@ class LayeredState:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes; what checkpoints share with the present state counts once."""
+        """Memory in bytes; buffers that checkpoints share with the present state count once."""
         windows = sum(array.nbytes for window in self._windows for array in window.state)
         points = sum(point.nbytes for point in self._checkpoints)
         others = sum(count_bytes(copy_cache(cache)) for cache in self._others)
@@ -319,12 +318,12 @@ class LayeredState:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of another token; windows and recurrent states do not grow."""
+        """Bytes that another token adds; windows and recurrent states do not grow."""
         return self._slots.bytes_per_token
 
     @property
     def pass_size(self) -> PassSize:
-        """Memory that a pass takes."""
+        """Memory of one pass."""
         own = [count_bytes(copy_cache(c)) for c in self._others if not is_trimmable(c)]
         return size_pass(own, self.replay, sum(w.growth for w in self._windows))
 
@@ -338,12 +337,12 @@ class LayeredState:
         return found
 
     def evaluate(self) -> None:
-        """Compute everything that was stored so far."""
+        """Evaluate everything that has been stored."""
         copies = [copy_cache(cache) for cache in self._others]
         mx.eval(self._slots.arrays, [window.state for window in self._windows], copies)
 
     def dump(self, length: int) -> dict[str, mx.array]:
-        """Return the slots' arrays, and "points" in JSON with arrays of its own."""
+        """Return the slots' arrays, and "points" in JSON with its own arrays."""
         points = [point for point in self._checkpoints if point.length < length]
         points += self.fork(length)._points_at(length)
         arrays: list[mx.array] = []
@@ -354,11 +353,11 @@ class LayeredState:
         return found | {"points": mx.array(np.frombuffer(text, np.uint8))}
 
     def _points_at(self, length: int) -> list[Checkpoint]:
-        """This state, which has `length` tokens, as its own checkpoint."""
+        """Return this state, which has `length` tokens, as a checkpoint."""
         return [self._capture()] if self._slots.length == length else []
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
-        """Begin with the arrays that `dump` gave."""
+        """Start with the arrays that `dump` returned."""
         content: Any = np.array(arrays["points"])
         numbered = {
             int(name.removeprefix("points.")): array
@@ -381,7 +380,7 @@ class LayeredState:
         self._checkpoints = points[:-1]
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
-        """Begin with given keys and values of `length` tokens."""
+        """Start with the given keys and values of `length` tokens."""
         layers = flatten_caches(self.caches)
         if self._others or len(buffers) != len(layers) or self.length:
             raise ValueError(f"{len(buffers)} layers for {len(layers)} with {self.length}")

@@ -1,4 +1,4 @@
-"""Arrays that the sequences of a shared pass hand to attention, one by one."""
+"""Arrays that the sequences of a shared pass give to attention, one each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,4 +10,4 @@ class PackedKV:
 
     values: list[Any]
     borders: list[int]
-    """Where the parts of the row but the first begin."""
+    """Offsets in the row at which all sequences but the first start."""

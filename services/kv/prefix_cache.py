@@ -1,7 +1,7 @@
-"""States of sequences that are over, for those that begin like them (a chat's next turn).
+"""States of finished sequences, for those that start with the same tokens (a chat's next turn).
 
-Nothing is copied: MLX arrays are values, so a fork shares the buffers of what it was forked
-from until one of the two writes, and sees nothing of the other afterwards.
+Nothing is copied: MLX arrays are values, so a fork shares buffers with its source until either of
+them writes, and never sees the other's writes.
 """
 
 from collections.abc import Iterable
@@ -15,23 +15,23 @@ from services.kv.state import SequenceState
 
 
 class CachedPrefix(NamedTuple):
-    """A sequence's state, and the tokens that it really holds."""
+    """A sequence's state and the tokens it actually holds."""
 
     tokens: Tokens
     state: SequenceState
 
 
 class PrefixCache:
-    """The states of the sequences that were used last, bounded by their number and their bytes."""
+    """The most recently used states, bounded in number and bytes."""
 
     def __init__(self, most: int = 0, most_bytes: int = 0) -> None:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: list[CachedPrefix] = []
-        """The least recently used first."""
+        """Least recently used first."""
 
     def keep(self, held: CachedPrefix) -> None:
-        """Take in a sequence that is over; what it continues is not needed any more."""
+        """Add a finished sequence; drop the one that it continues."""
         length = held.state.resumable(len(held.tokens))
         held = CachedPrefix(held.tokens[:length], held.state)
         if not self._most or not held.tokens:
@@ -47,20 +47,20 @@ class PrefixCache:
             self._kept.pop(0)
 
     def drop_oldest(self) -> bool:
-        """Forget what was not used for longest; False if nothing is kept."""
+        """Drop the least recently used state; False if there is none."""
         if not self._kept:
             return False
         del self._kept[0]
         return True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all states."""
         self._kept = []
 
     def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> SequenceState | None:
-        """A state with the longest beginning of `tokens` that can be resumed.
+        """Fork the state with the longest resumable prefix of `tokens`.
 
-        Of those that are held here or by `running`.
+        Candidates are the states kept here and those in `running`.
         """
         wanted = np.array(tokens, dtype=np.int64)
         candidates = [*self._kept, *running]
@@ -80,12 +80,12 @@ class PrefixCache:
 
     @property
     def kept(self) -> tuple[CachedPrefix, ...]:
-        """All that is kept, the least recently used first."""
+        """All states kept, the least recently used first."""
         return tuple(self._kept)
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept; buffers that are shared count for each."""
+        """Memory of the states kept; shared buffers count for each."""
         return sum(held.state.nbytes for held in self._kept)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PrefixCache:
 
 
 def _common(wanted: npt.NDArray[np.int64], held: CachedPrefix) -> int:
-    """How many of the wanted tokens, from the first on, can be resumed."""
+    """Return the length of the longest common prefix that can be resumed."""
     size = min(len(wanted), len(held.tokens))
     other = np.array(held.tokens[:size], dtype=np.int64)
     different = np.flatnonzero(wanted[:size] != other)

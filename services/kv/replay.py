@@ -1,17 +1,17 @@
-"""Recurrent layers computed again for the rows of a chain that stand.
+"""Recompute recurrent layers for the accepted rows of a chain.
 
-While a chain is verified, the inputs of every recurrence and of every short convolution are
-recorded. If a part of the chain is rejected, the recurrence runs once more over the rows that
-stand, from where it began, without the projections around it, and the convolution's window is
-cut out of its recorded input. The recurrence walks the tokens in order, so that this gives the
-state that these tokens alone would have left.
+While a chain is verified, the inputs of every recurrence and every short convolution are recorded.
+If part of the chain is rejected, the recurrence runs once more from its initial state over the
+accepted rows, without the projections around it, and the convolution's window is cut out of its
+recorded input. The recurrence processes tokens in order, so the result is the state that these
+tokens alone would have left.
 
-Without a kernel of its own (on a CPU and on CUDA) mlx-lm walks a gated delta net row by row. The
-states in between are then kept as they come by, and nothing is computed again.
+Without its own kernel (on a CPU and on CUDA) mlx-lm computes a gated delta net row by row. The
+states between the rows are then kept as they are computed, and nothing is recomputed.
 
-Mamba-2 in mlx-lm takes another way for several tokens at once than for one, and rounds
-differently. A chain is therefore walked token by token, as plain decoding does; the states in
-between are kept, and the right one is simply taken.
+For several tokens at once, mlx-lm computes Mamba-2 in another way than for one, with other
+rounding. A chain is therefore processed token by token, as in plain decoding; the states between
+the tokens are kept, and the right one is picked.
 """
 
 import inspect
@@ -35,17 +35,20 @@ _TIMED = {
     "gated_delta_update": ("q", "k", "v", "a", "b"),
     "ssm_update": ("hidden_states", "B", "C", "dt"),
 }
-"""Arguments that have a row per token, on axis 1."""
+"""Arguments that have one row per token, on axis 1."""
 _MOST_STEPS = 8
-"""Rows between which states are kept: each is as large as the layer's state."""
+"""Longest pass, in rows, whose states between rows are kept: each is as large as the layer's state.
+"""
 _ANY = 1 << 30
 _UNKNOWN, _STEPPED, _WALKED = 24, 2, 1
-"""Arrays as large as a layer's state that are alive for each token of a pass, at most: in a
-recurrence of an unknown kind (Jamba's takes 19), in a gated delta net without a kernel, and in
-Mamba-2."""
+"""Upper bounds on the arrays, as large as a layer's state, that are alive per token of a pass: in a
+recurrence of unknown kind (Jamba's takes 19), in a gated delta net without a kernel, and in
+Mamba-2.
+"""
 _UNKNOWN_HELD = 40
-"""The same for the unknown kind where they are alive until all layers are computed, as large as the
-states of all layers: Jamba's took 30 to 38 on an H200 (2026-11-26)."""
+"""The bound for the unknown kind where arrays stay alive until all layers are computed, relative to
+the states of all layers: Jamba's took 30 to 38 on an H200 (2026-11-26).
+"""
 
 
 class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
@@ -62,7 +65,7 @@ class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
 
 
 def _hook(update: Callable[..., Any], recur: Callable[..., Any]) -> Callable[..., Any]:
-    """The recurrence `update`, which is computed by `recur` where it is recorded or shared."""
+    """Return `update` with recorded or shared passes computed by `recur`."""
     signature = inspect.signature(update)
     run: Recur = partial(recur, update)
 
@@ -86,9 +89,9 @@ def _replay_later(
     given: dict[str, Any],
     recorded: bool,  # noqa: FBT001  # `Recur`
 ) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
-    """All rows at once; the first ones of them again when they are asked for.
+    """Compute all rows at once, and the first ones again on demand.
 
-    Unless the states after each row came by.
+    The states after each row are used instead if they were kept.
     """
     rows = given[_TIMED[update.__name__][0]].shape[1]
     keeps = recorded and rows <= _MOST_STEPS and _keeps_steps()
@@ -111,7 +114,7 @@ def _replay_later(
 
 
 def _keeps_steps() -> bool:
-    """Return whether a recording of the pass in work keeps the states between rows."""
+    """Return True if a recording of the current pass keeps the states between rows."""
     shared = SharedPass.current
     if shared is not None:
         return shared.keeps_steps
@@ -119,7 +122,7 @@ def _keeps_steps() -> bool:
 
 
 def _note_steps(step: Callable[..., Any]) -> Callable[..., Any]:
-    """mlx-lm's step of a gated delta net over one row, whose state is noted."""
+    """Wrap mlx-lm's step of a gated delta net over one row to keep its state."""
 
     @wraps(step)
     def compute(*args: Any, **options: Any) -> Any:
@@ -136,7 +139,7 @@ def _walk(
     given: dict[str, Any],
     recorded: bool,  # noqa: FBT001  # `Recur`
 ) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
-    """The rows of a recorded pass one by one, as plain decoding takes them."""
+    """Compute the rows of a recorded pass one by one, as plain decoding does."""
     rows = given["hidden_states"].shape[1]
     if not recorded or given.get("mask") is not None:
         return _replay_later(update, given, recorded)
@@ -152,8 +155,10 @@ def _walk(
 
 
 def _first_rows(update: Callable[..., Any], given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """These rows of the arguments, laid out as if they had come alone: MLX takes other products
-    for rows that lie apart, which round differently."""
+    """Return these rows of the arguments in contiguous arrays.
+
+    MLX multiplies strided rows by other kernels, which round differently.
+    """
     timed = _TIMED[update.__name__]
     return {
         name: mx.contiguous(value[:, rows]) if name in timed else value
@@ -168,11 +173,11 @@ _HOOKS = {
 
 
 _STEP = "_gated_delta_step_ops"
-"""What mlx-lm calls for each row; where it is called otherwise, rows are computed again."""
+"""The function mlx-lm calls for each row; where it is called differently, rows are recomputed."""
 
 
 def install_hooks(model: nn.Module) -> list[nn.Module]:
-    """Let the model's recurrences and convolutions be recorded; returns the convolutions."""
+    """Hook the model's recurrences and convolutions for recording; returns the convolutions."""
     step = getattr(gated_delta, _STEP, None)
     if step is not None and not hasattr(step, "__wrapped__"):
         setattr(gated_delta, _STEP, _note_steps(step))
@@ -193,31 +198,31 @@ def install_hooks(model: nn.Module) -> list[nn.Module]:
 
 
 def has_known_recurrence(model: nn.Module, caches: Sequence[Any]) -> bool:
-    """Return whether the recurrent layers of a model with these caches can be replayed."""
+    """Return True if the recurrent layers of a model with these caches can be recomputed."""
     modules = [module for _, module in model.named_modules()]
     names = {name for module in modules for name in vars(sys.modules[type(module).__module__])}
     if names & {original.__name__ for original in _HOOKS}:
         return True
-    # As many arrays as convolutions can be their windows.
+    # At most as many arrays as there are convolutions can be their windows.
     arrays = sum(len(cache.cache) for cache in caches if type(cache) is ArraysCache)
     return 0 < arrays <= sum(isinstance(module, nn.Conv1d) for module in modules)
 
 
 class ReplayPlan:
-    """How each array of a model's recurrent caches is found again after a part of a pass."""
+    """How each array of a model's recurrent caches is restored after part of a pass."""
 
     def __init__(self, sources: list[list[int | None]], most_kept: int) -> None:
         """Set the attributes."""
         self.sources = sources
-        """Per cache and array the id of a convolution, or None for a recurrence."""
+        """Per cache and array the id of its convolution, or None for a recurrence."""
         self.most_kept = most_kept
         """See `Recording`."""
 
     def rewind(self, caches: Sequence[Any], recording: Recording, keep: int) -> None:
-        """Bring the caches to the first `keep` rows of the pass, of which there is at least one.
+        """Rewind the caches to the first `keep` rows of the pass; `keep` is at least 1.
 
         Raises:
-            ValueError: the pass did something else than the one that the plan was made from.
+            ValueError: the pass differs in structure from the one the plan was made from.
         """
         states = [cache for cache in caches if type(cache) is ArraysCache]
         for cache, sources in zip(states, self.sources, strict=True):
@@ -237,7 +242,7 @@ def _rewound(array: mx.array, recording: Recording, source: int | None, keep: in
 def plan_replay(
     caches: Sequence[Any], recording: Recording, convolutions: Sequence[nn.Module], rows: int
 ) -> ReplayPlan | None:
-    """The plan that explains what a recorded pass over `rows` rows left in the caches."""
+    """Return the plan that explains what a recorded pass over `rows` rows left in the caches."""
     sources: list[list[int | None]] = []
     for cache in caches:
         if type(cache) is not ArraysCache:
@@ -262,7 +267,7 @@ def size_pass(states: Sequence[int], plan: ReplayPlan | None, windows: int = 0) 
     if plan is None:
         held = _UNKNOWN_HELD * sum(states)
         return PassSize(sum(states), _UNKNOWN * max(states), 0, windows, held)
-    # A kernel for all rows, which keeps no states between them, has its own in registers.
+    # A kernel for all rows keeps its intermediate state in registers.
     alive = {0: 0, _ANY: _WALKED}.get(plan.most_kept, _STEPPED)
     return PassSize(sum(states), alive * max(states), plan.most_kept, windows)
 
@@ -270,7 +275,7 @@ def size_pass(states: Sequence[int], plan: ReplayPlan | None, windows: int = 0) 
 def _source_of(
     array: Any, recording: Recording, convolutions: Sequence[nn.Module], rows: int
 ) -> int | None:
-    """The convolution whose window this array is."""
+    """Return the convolution whose window this array is."""
     if not isinstance(array, mx.array) or array.ndim != 3:
         return None
     for convolution in convolutions:

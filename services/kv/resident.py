@@ -1,8 +1,8 @@
-"""Keys and values that CPU kernels write to where they are.
+"""Keys and values that CPU kernels write in place.
 
-MLX writes to a buffer in place only if nobody else holds it, and so must we: the buffers of
-all layers are copied once, and from then on belong to the store alone. As soon as anybody asks
-for one of them, who may keep it, the next pass has to begin with copies again.
+In-place writes are safe only while no other reference to a buffer exists: the buffers of all layers
+are copied once, and then belong to the store alone. Once a caller takes a reference to one of them,
+which it may keep, the next pass must copy them again.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ class ResidentSlots:
     """The buffers of all layers of one sequence, for the kernels of `mlx/cpu/pass.c`.
 
     Args:
-        caches: of all layers; their buffers become new ones.
-        heads: of keys and values.
-        slots: what there is room for.
-        size: of a head.
+        caches: of all layers; their buffers are replaced by new ones.
+        heads: number of KV heads.
+        slots: capacity in slots.
+        size: dimension of a head.
     """
 
     def __init__(self, caches: Sequence[SlotCache], heads: int, slots: int, size: int) -> None:
@@ -36,7 +36,7 @@ class ResidentSlots:
         self.values = (ctypes.c_void_p * len(caches))(*addresses[1::2])
 
     def move(self, slots: Sequence[int], to: int) -> None:
-        """Copy these slots, in rising order, to those from `to` on, which begin before them."""
+        """Copy these slots, in rising order, to those from `to` on, which start before them."""
         kernels: Any = cpu_kernels()
         kernels.cpu_move_slots(
             len(self._all), self._all, self._heads, ctypes.c_long(self.head), self._size,

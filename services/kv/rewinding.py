@@ -1,7 +1,7 @@
-"""How the states of a model's sequences go back after a rejected draft: found out by trying.
+"""Choose by experiment how the states of a model's sequences rewind after a rejected draft.
 
-The fastest way that gives mlx-lm's own logits is taken. A model whose layers hold nothing
-but keys and values needs no trial: slots are cut.
+The fastest way that reproduces mlx-lm's own logits is used. A model whose layers hold only keys and
+values needs no test: slots are cut.
 """
 
 import logging
@@ -35,29 +35,32 @@ from services.kv.state import SequenceState
 _log = logging.getLogger(__name__)
 
 Way = Literal["slots", "windows", "replay", "refeed", "none"]
-"""`slots`: keys and values are cut; `windows`: so are those of sliding layers; `replay`:
-recurrences are computed again; `refeed`: the tokens that stand are fed again with the next
-pass; `none`: plain decoding."""
+"""How a state rewinds.
+
+`slots`: keys and values are cut; `windows`: so are those of sliding layers; `replay`: recurrences
+are recomputed; `refeed`: the accepted tokens are fed again with the next pass; `none`: plain
+decoding.
+"""
 
 _PROMPT, _CHAIN, _NEXT = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]
-"""Tokens of the trial. Two of the chain stand."""
+"""Tokens of the test. Two of the chain are accepted."""
 _KEPT = 2
 _CLOSE = 1e-4
-"""Relative distance of logits that is rounding, whatever the format."""
+"""Relative distance of logits that counts as rounding in any format."""
 _TOLERANCE = {True: 0.002, False: 0.05}
-"""The same by whether logits are float32; a wrong state must be clearly farther away."""
+"""Tolerance by whether logits are float32; a wrong state must be clearly farther away."""
 
 
 @dataclass(frozen=True)
 class StateFactory:
-    """Makes the states of one model's sequences."""
+    """Creates the states of one model's sequences."""
 
     make: Callable[[], SequenceState]
     way: Way
     layers: str
-    """What its layers are, in words."""
+    """A description of its layers."""
     reason: str = ""
-    """Why it cannot go back, or goes back in a slower way than was expected."""
+    """Why it cannot rewind, or rewinds in a slower way than expected."""
 
     @property
     def rewinds(self) -> bool:
@@ -66,25 +69,25 @@ class StateFactory:
 
     @property
     def description(self) -> str:
-        """How the model gets back from a rejected draft, in words."""
+        """How the model rewinds after a rejected draft, in words."""
         return f"{self.layers}; {_WORDS[self.way]}{self.reason and ': '}{self.reason}"
 
 
 _WORDS: dict[Way, str] = {
     "slots": "rejected tokens are cut off",
     "windows": "rejected tokens are cut off",
-    "replay": "recurrent states are computed again from recorded inputs",
+    "replay": "recurrent states are recomputed from recorded inputs",
     "refeed": "accepted tokens are fed again after a rejection",
     "none": "decoded plainly",
 }
 
 
 def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
-    """The fastest way to go back that works for this model.
+    """Return the fastest way to rewind that works for this model.
 
     Args:
         model: an mlx-lm model; its recurrences may get hooks (`kv.replay`).
-        bucketed: see `KVStore`.
+        bucketed: as for `KVStore`.
 
     Raises:
         ModelError: mlx-lm itself cannot run the model here.
@@ -112,17 +115,19 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
         return StateFactory(factory(own=True, plan=replay), "replay", layers)
     for own in (True, False):
         make = factory(own=own, plan=None)
-        if trial.proves(make, "feeding again" if own else "feeding again, with mlx-lm's caches"):
+        if trial.proves(
+            make, "feeding again" if own else "feeding tokens again, with mlx-lm's caches"
+        ):
             tried = trial.reason and f"another way was tried, and {trial.reason}"
             return StateFactory(make, _way_of(flat, own=own), layers, tried)
     return StateFactory(factory(own=False, plan=None), "none", layers, trial.reason)
 
 
 def find_branching(model: Any, *, bucketed: bool) -> Callable[[], BranchingState]:
-    """Makes the states of a drafter with recurrent layers.
+    """Return a factory for the states of a drafter with recurrent layers.
 
     Raises:
-        ModelError: its layers are not all attention, or recurrences that can be replayed.
+        ModelError: a layer is neither attention nor a recurrence that can be recomputed.
     """
 
     def make_caches() -> Sequence[Any]:
@@ -132,14 +137,14 @@ def find_branching(model: Any, *, bucketed: bool) -> Callable[[], BranchingState
     strange = [c for c in make_caches() if type(c) not in (KVCache, ArraysCache)]
     if strange:
         raise ModelError(
-            f"a layer keeps its state in a {type(strange[0]).__name__}, beside recurrent ones: "
+            f"a layer keeps its state in a {type(strange[0]).__name__} next to recurrent ones: "
             "such models verify drafts, but cannot draft"
         )
     plan = _find_replay(model, make_caches)
 
     def make() -> BranchingState:
         if plan is None:
-            raise ModelError("its recurrent layers cannot be replayed")
+            raise ModelError("its recurrent layers cannot be recomputed")
         return BranchingState(make_caches, plan, bucketed=bucketed)
 
     if plan is None or not _Trial(model, make_caches).proves(make, "drafting"):
@@ -161,7 +166,7 @@ def predict_rewinding(model: Any) -> str:
 
 
 def _way_of(caches: Sequence[Any], *, own: bool) -> Way:
-    """How a state without replay goes back."""
+    """Return how a state without recomputation rewinds."""
     kinds = {type(cache) for cache in caches}
     if kinds <= {KVCache, ChunkedKVCache}:
         return "slots"
@@ -169,7 +174,7 @@ def _way_of(caches: Sequence[Any], *, own: bool) -> Way:
 
 
 def _describe(caches: Sequence[Any]) -> str:
-    """The kinds of layers and how many there are of each."""
+    """Return the kinds of layers and how many there are of each."""
     names: dict[str, int] = {}
     for cache in flatten_caches(caches):
         name = {KVCache: "attention", ArraysCache: "recurrent"}.get(type(cache))
@@ -183,7 +188,7 @@ def _describe(caches: Sequence[Any]) -> str:
 
 
 def _find_replay(model: Any, make_caches: Callable[[], Sequence[Any]]) -> ReplayPlan | None:
-    """How the model's recurrent layers are replayed; None if they are of an unknown kind."""
+    """Return how the model's recurrent layers are recomputed; None if their kind is unknown."""
     convolutions = install_hooks(model)
     caches = make_caches()
     try:
@@ -195,14 +200,14 @@ def _find_replay(model: Any, make_caches: Callable[[], Sequence[Any]]) -> Replay
             recording.stop()
         states = [c for c in flatten_caches(caches) if type(c) not in (KVCache, RotatingKVCache)]
         return plan_replay(states, recording, convolutions, len(_CHAIN))
-    # Whatever a model of an unknown make stumbles over: it is rewound in another way.
+    # Models of unknown makes can fail in any way here: another way to rewind is used.
     except Exception as error:  # noqa: BLE001
-        _log.info("recurrent layers cannot be replayed: %s", error)
+        _log.info("recurrent layers cannot be recomputed: %s", error)
         return None
 
 
 class _Trial:
-    """A few tokens with a rejection among them, beside mlx-lm's own plain decoding."""
+    """A few tokens with a rejection among them, compared with mlx-lm's own plain decoding."""
 
     def __init__(self, model: Any, make_caches: Callable[[], Sequence[Any]]) -> None:
         self._model = model
@@ -211,24 +216,24 @@ class _Trial:
         try:
             self._expected = self._decode(make_caches(), [*kept, *_NEXT])
             self._wrong = self._decode(make_caches(), [*_CHAIN, *_NEXT])
-        # Whatever a model of another make stumbles over.
+        # Models of unknown makes can fail in any way here.
         except Exception as error:
             raise ModelError(
                 f"mlx-lm loads this model, but cannot run it on this machine: {error}"
             ) from error
 
     def _decode(self, caches: Any, tokens: list[int]) -> mx.array:
-        """[2, vocabulary] logits after the last two tokens, one pass each."""
+        """Return [2, vocabulary] logits after the last two tokens, one pass each."""
         self._model(mx.array([_PROMPT]), cache=caches)
         rows = [self._model(mx.array([[token]]), cache=caches)[0, -1] for token in tokens]
         self._tolerance = _TOLERANCE[rows[0].dtype == mx.float32]
         return mx.stack(rows[-len(_NEXT) :]).astype(mx.float32)
 
     def proves(self, make: Callable[[], SequenceState], way: str) -> bool:
-        """Test whether the logits after a rejection are mlx-lm's; else `reason` says why not."""
+        """Test if the logits after a rejection are mlx-lm's; if not, `reason` says why."""
         try:
             found = self._reject(make())
-        # Whatever a model of another make stumbles over.
+        # Models of unknown makes can fail in any way here.
         except Exception as error:  # noqa: BLE001
             self.reason = f"{type(error).__name__}: {error}"
             _log.warning("%s does not work for this model: %s", way, self.reason)
@@ -257,6 +262,6 @@ class _Trial:
 
 
 def _distance(one: mx.array, other: mx.array) -> float:
-    """Relative; infinite if a number is not finite."""
+    """Return the relative distance; infinite if a number is not finite."""
     distance = np.array(mx.linalg.norm(one - other) / mx.linalg.norm(other))
     return float(distance) if np.isfinite(distance) else float("inf")

@@ -1,10 +1,9 @@
-"""Recurrent layers in a pass that several sequences share: each row goes on from its own state.
+"""Recurrent layers in a pass shared by several sequences, each continuing from its own state.
 
-To the layers around them the rows of all sequences are one matrix. A convolution and a
-recurrence are computed sequence by sequence, in the shapes that each has alone; where
-launches are dear, sequences with the same number of rows are one batch. The model is handed
-`PackedArrays` in place of a cache; the hooks of `kv.replay` find the sequences' own states in
-the `SharedPass` that is in work.
+The layers around them see the rows of all sequences as one matrix. Convolutions and recurrences are
+computed sequence by sequence, in the shapes each has alone; where launches are expensive, sequences
+with equal numbers of rows form one batch. The model gets `PackedArrays` in place of a cache; the
+hooks of `kv.replay` find the sequences' states in the current `SharedPass`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +17,23 @@ import numpy as np
 from services.kv.recording import Recording, Recurrence
 
 Recur = Callable[[dict[str, Any], bool], tuple[mx.array, mx.array, Callable[[int], mx.array]]]
-"""(arguments of a recurrence, whether it is recorded) -> its output, its state after the last
-row, and a function that gives the state after the first rows."""
+"""(arguments of a recurrence, record it) -> output, state after the last row, state after n rows.
+"""
 
 
 @dataclass(frozen=True)
 class PackedState:
-    """A recurrence's state of each sequence, [1, ...]; None where there is none yet."""
+    """A recurrence's state of each sequence, [1, ...]; None for sequences without a state."""
 
     states: list[mx.array | None]
 
 
 class PackedArrays:
-    """One layer's recurrent caches of all sequences in a row; what mlx-lm takes for one cache.
+    """One layer's recurrent caches of all sequences in a row, in the form of one mlx-lm cache.
 
     Args:
         caches: mlx-lm's own, in the order of the row.
-        sources: of each array the id of its convolution, or None for a recurrence's state.
+        sources: per array the id of its convolution, or None for a recurrence's state.
     """
 
     lengths = None
@@ -44,14 +43,14 @@ class PackedArrays:
         self._caches, self._sources = caches, sources
 
     def __getitem__(self, index: int) -> mx.array | PackedState | None:
-        """The states; of a convolution only one window, which is not looked at."""
+        """Return the states; for a convolution just one window, whose contents are not used."""
         arrays = [cache[index] for cache in self._caches]
         if self._sources[index] is None:
             return PackedState(arrays)
         return next((array for array in arrays if array is not None), None)
 
     def __setitem__(self, index: int, value: Any) -> None:
-        """Give each sequence its state; windows were stored when they were convolved."""
+        """Set each sequence's state; windows were stored by the convolution."""
         if self._sources[index] is not None:
             return
         if not isinstance(value, PackedState):
@@ -60,20 +59,20 @@ class PackedArrays:
             cache[index] = state
 
     def make_mask(self, n: int, **_: Any) -> None:
-        """None: all rows are tokens."""
+        """Return None: all rows are tokens."""
         del n
 
     def advance(self, count: int) -> None:
-        """Nothing: there is no padding."""
+        """Do nothing: there is no padding."""
 
 
 class SharedPass:
-    """A pass over rows of several sequences, laid end to end; in work while it is entered.
+    """A pass over rows of several sequences, concatenated; current while it is entered.
 
     Args:
         counts: rows of each sequence.
-        recordings: of each sequence's own rows, None where they need none.
-        in_batches: whether sequences with the same number of rows are computed as a batch.
+        recordings: one per sequence, None where no recording is needed.
+        in_batches: compute sequences with equal numbers of rows as a batch.
     """
 
     current: "SharedPass | None" = None
@@ -92,10 +91,10 @@ class SharedPass:
         if in_batches:
             self._groups = [[p for p in parts if counts[p] == n] for n in sorted(set(counts))]
         self._windows: dict[int, tuple[Sequence[Any], int]] = {}
-        """By convolution: the caches that hold its windows, and which of their arrays it is."""
+        """Convolution -> the caches that hold its windows, and the index of the window in them."""
 
     def __enter__(self) -> None:
-        """Be the pass in work."""
+        """Become the current pass."""
         SharedPass.current = self
 
     def __exit__(
@@ -104,11 +103,11 @@ class SharedPass:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The model is through."""
+        """End the current pass."""
         SharedPass.current = None
 
     def pack(self, caches: Sequence[Any], sources: Sequence[int | None]) -> PackedArrays:
-        """One layer's caches of all sequences; arguments as for `PackedArrays`."""
+        """Pack one layer's caches of all sequences; arguments as for `PackedArrays`."""
         for index, source in enumerate(sources):
             if source is not None:
                 self._windows[source] = (caches, index)
@@ -117,7 +116,7 @@ class SharedPass:
     def convolve(
         self, convolution: int, x: mx.array, run: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        """[1, window + rows, channels] -> [1, rows, channels]; every row has its own window."""
+        """Convolve [1, window + rows, channels] to [1, rows, channels], row by row in its window."""
         caches, index = self._windows[convolution]
         kept = x.shape[1] - self._total
         inputs = []
@@ -141,12 +140,12 @@ class SharedPass:
     def recur(
         self, run: Recur, given: dict[str, Any], timed: Sequence[str]
     ) -> tuple[mx.array, PackedState]:
-        """A recurrence whose arguments named in `timed` are rows of all sequences."""
+        """Compute a recurrence whose arguments named in `timed` have rows of all sequences."""
         states = given["state"].states
         outs: list[Any] = [None] * len(states)
         news: list[Any] = [None] * len(states)
         for group in self._groups_with(states):
-            own = {  # laid out as if they had come alone
+            own = {  # contiguous, as when computed alone
                 name: mx.contiguous(_stack([given[name][:, self._rows[part]] for part in group]))
                 for name in timed
             }
@@ -162,7 +161,7 @@ class SharedPass:
         return mx.concatenate(outs, axis=1), PackedState(news)
 
     def _groups_with(self, states: Sequence[mx.array | None]) -> list[list[int]]:
-        """The groups; a sequence that has no state yet is one of its own."""
+        """Return the groups; a sequence without a state forms its own."""
         new = [part for part, state in enumerate(states) if state is None]
         old = [[part for part in group if part not in new] for group in self._groups]
         return [*(group for group in old if group), *([part] for part in new)]

@@ -1,8 +1,7 @@
-"""Slots of one layer: a buffer of keys and values, and the frame that says what is done in it.
+"""Slots of one layer: a buffer of keys and values, and the frame that describes a pass over it.
 
-mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store
-keys and values (`update_and_fetch`). A `SlotCache` answers all three from the `Frame` of its
-`KVStore`.
+mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store keys and
+values (`update_and_fetch`). A `SlotCache` answers all three from the `Frame` of its `KVStore`.
 """
 
 import weakref
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
     from services.kv.cache import KVStore
 
 BUCKET = 256
-"""Slots a buffer grows by, and the bucket of key lengths on CUDA."""
+"""Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One forward's view of the slots. The new tokens go to slots [start, start + count)."""
+    """One forward pass's view of the slots. New tokens go to slots [start, start + count)."""
 
     start: int
     count: int
@@ -33,11 +32,11 @@ class Frame:
     positions: npt.NDArray[np.int64]
     """[start + count] position of the token in each slot."""
     visible: npt.NDArray[np.bool_] | None
-    """[count, start + count] which slots each new token sees; None for a chain."""
+    """[count, start + count] slots each new token attends to; None for a chain."""
 
 
 def parent_slots(frame: Frame) -> npt.NDArray[np.int64]:
-    """[count] the slot of the token before each; a chain is of one token."""
+    """Return [count], the slot of the token before each; a chain consists of one token."""
     if frame.visible is None:
         return np.array([frame.start - 1])
     before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
@@ -46,11 +45,11 @@ def parent_slots(frame: Frame) -> npt.NDArray[np.int64]:
 
 
 class SlotCache:
-    """One layer's keys and values; what mlx-lm takes for a KV cache."""
+    """One layer's keys and values, in the form of an mlx-lm KV cache."""
 
     def __init__(self, store: "KVStore", window: int | None) -> None:
-        # The store owns its caches; a cycle would keep a closed sequence's KV until the
-        # garbage collector comes by.
+        # The store owns its caches; a cycle would keep a closed sequence's KV alive until the next
+        # garbage collection.
         self._store: KVStore = weakref.proxy(store)
         self.window = window
         self._keys: mx.array | None = None
@@ -58,7 +57,7 @@ class SlotCache:
 
     @property
     def keys(self) -> mx.array | None:
-        """[1, heads, slots, size]; taken back from a table, if they are in one."""
+        """[1, heads, slots, size]; moved out of a slot table if they are in one."""
         self._store.hand_out()
         return self._keys
 
@@ -69,7 +68,7 @@ class SlotCache:
 
     @property
     def values(self) -> mx.array | None:
-        """Values of all slots, as `keys`."""
+        """Values of all slots, like `keys`."""
         self._store.hand_out()
         return self._values
 
@@ -79,7 +78,7 @@ class SlotCache:
         self._values = buffer
 
     def settle(self, heads: int, slots: int, size: int) -> tuple[mx.array, mx.array]:
-        """Move to buffers of this size that nobody else holds; see `ResidentSlots`."""
+        """Move to exclusive buffers of this size; see `ResidentSlots`."""
         self._keys, self._values = (
             copy_slots(buffer, (1, heads, slots, size)) for buffer in (self._keys, self._values)
         )
@@ -87,12 +86,12 @@ class SlotCache:
 
     @property
     def plain_stores(self) -> list["KVStore"] | None:
-        """`stores`, if what their layers do in a pass is known; else None."""
+        """`stores` if the layers of all of them are plain slots, else None."""
         return [self._store] if self._store.is_plain else None
 
     @property
     def stores(self) -> list["KVStore"]:
-        """The one sequence whose layer this is (see `PackedCache.stores`)."""
+        """The one sequence this layer belongs to (see `PackedCache.stores`)."""
         return [self._store]
 
     @property
@@ -103,9 +102,11 @@ class SlotCache:
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The attention mask of the current frame; `n` is the frame's count."""
+        """Return the attention mask of the current frame; `n` is the frame's count."""
         if n != self._store.frame.count:
-            raise ValueError(f"the model asks for a mask of {n}, not {self._store.frame.count}")
+            raise ValueError(
+                f"the model asks for a mask of {n} tokens, the frame has {self._store.frame.count}"
+            )
         return self._store.mask(window_size or self.window, as_array=return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -128,7 +129,7 @@ class SlotCache:
         self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        """The buffers up to the current frame's end; for layers that read another's."""
+        """Return the buffers up to the current frame's end, for layers that share another's KV."""
         if self.keys is None or self.values is None:
             return None, None
         limit = self._store.key_length(self._store.frame.start + self._store.frame.count)
@@ -136,12 +137,12 @@ class SlotCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """The buffers, for evaluation; not what is in a table."""
+        """The buffers, for evaluation; not those in a slot table."""
         return [array for array in (self._keys, self._values) if array is not None]
 
 
 def copy_slots(buffer: mx.array | None, shape: tuple[int, int, int, int]) -> mx.array:
-    """A copy in a buffer of this shape, of float32."""
+    """Copy the buffer to one of this shape in float32."""
     wider = mx.zeros(shape)
     mx.eval(wider)
     if buffer is not None:
@@ -153,12 +154,12 @@ def copy_slots(buffer: mx.array | None, shape: tuple[int, int, int, int]) -> mx.
 
 
 def round_to_bucket(length: int) -> int:
-    """Slots of a buffer that holds so many tokens."""
+    """Return the slots of a buffer that holds `length` tokens."""
     return -(-length // BUCKET) * BUCKET
 
 
 def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
-    """`buffer` with `rows` at slot `start`, grown if it must be."""
+    """Return `buffer` with `rows` at slot `start`, grown if necessary."""
     end = start + rows.shape[2]
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:
@@ -172,17 +173,17 @@ def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
 
 
 class TableSeat(Protocol):
-    """A sequence's place in buffers that it shares with others (`batching.slot_table`)."""
+    """A sequence's place in buffers shared with others (`batching.slot_table`)."""
 
     index: int
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
+        """Return one array per layer that is computed once the pass has stored its rows."""
         ...
 
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
-        """Give it up; returns the keys and values of each layer."""
+        """Give up the place; returns the keys and values of each layer."""
         ...
 
     def move(self, slots: mx.array, to: int) -> None:
@@ -190,5 +191,5 @@ class TableSeat(Protocol):
         ...
 
     def evaluate(self) -> None:
-        """Compute what has been stored so far."""
+        """Evaluate what has been stored."""
         ...

@@ -1,8 +1,8 @@
-"""Keys and values of a sliding-window layer: the window's, in the order of their positions.
+"""Keys and values of a sliding-window layer: the window's rows in order of position.
 
-A buffer has room for the window and some slack. New rows go behind the old ones, so that the
-last ones can be taken back; when the slack is used up, the rows that no later token sees are
-dropped, between two passes. mlx-lm's ring overwrites what a rejected draft would need again.
+A buffer has room for the window and some slack. New rows are appended, so that the last ones can be
+dropped; when the slack is used up, rows that no later token attends to are dropped between two
+passes. mlx-lm's ring would overwrite rows that a rejected draft needs again.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ import numpy.typing as npt
 from services.kv.slots import Frame, round_to_bucket
 
 _SLACK = 64
-"""Rows behind the window before the buffer is compacted."""
+"""Rows after the window before the buffer is compacted."""
 _MARGIN = 16
-"""Rows before the window that compaction leaves: forks can begin that much earlier."""
+"""Rows before the window that compaction leaves: forks can start that much earlier."""
 
 
 _CHUNK = 256
-"""Rows of a prompt that come at once, at most: chunks end at checkpoints."""
+"""Largest number of prompt rows per pass: chunks end at checkpoints."""
 
 
 class WindowSnapshot(NamedTuple):
-    """A window layer at one moment."""
+    """A window layer at one point."""
 
     keys: mx.array | None
     values: mx.array | None
@@ -34,12 +34,12 @@ class WindowSnapshot(NamedTuple):
 
 
 class WindowCache:
-    """One layer's window; what mlx-lm takes for a KV cache.
+    """One layer's window, in the form of an mlx-lm KV cache.
 
     Args:
-        window: tokens that a token sees, itself included.
-        keep: how many of them are the first ones of the sequence, which are never dropped.
-        bucketed: give attention to several tokens a padded number of keys (`KVStore`).
+        window: tokens that a token attends to, itself included.
+        keep: how many of the sequence's first tokens are never dropped (attention sinks).
+        bucketed: pad the number of keys that attention to several tokens gets (`KVStore`).
     """
 
     def __init__(self, window: int, keep: int, *, bucketed: bool) -> None:
@@ -50,12 +50,12 @@ class WindowCache:
         self.length = 0
         """Position of the next token."""
         self._tree: Frame | None = None
-        """The pass in work, if it is over a tree."""
+        """The current pass, if it is over a tree."""
         self._start = keep
-        """Position of the token in row `keep`; the rows before hold the first tokens."""
+        """Position of the token in row `keep`; the rows before it hold the first tokens."""
         self._bucketed = bucketed
         self._fetched = (0, 0, False)
-        """The rows of the latest pass, and whether the kept ones lie apart from them."""
+        """The rows of the latest pass, and whether the kept ones are fetched separately."""
 
     @property
     def offset(self) -> int | mx.array:
@@ -63,13 +63,13 @@ class WindowCache:
         return self.length if self._tree is None else self._tree.offset
 
     def begin_tree(self, frame: Frame) -> None:
-        """The next pass is over a tree, until it is cut or its rows are kept."""
+        """Begin a pass over a tree, which ends when it is cut or its rows are kept."""
         self._tree = frame
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """End the pass over a tree: these rows stand, a path from its first one."""
+        """End the pass over the tree, keeping these rows: a path from its first one."""
         if self._tree is None or self.keys is None or self.values is None:
-            raise ValueError("there is no tree in work")
+            raise ValueError("no pass over a tree is in progress")
         start = self._row(self._tree.start)
         if list(rows) != list(range(len(rows))):
             indices = mx.array([start + row for row in rows], dtype=mx.int32)
@@ -80,7 +80,7 @@ class WindowCache:
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The mask of the next `n` tokens over the rows that `update_and_fetch` will return."""
+        """Return the mask of the next `n` tokens over the rows that `update_and_fetch` returns."""
         window = min(window_size or self.window, self.window)
         if n == 1 and window == self.window:
             return None
@@ -99,10 +99,10 @@ class WindowCache:
         return mx.array(padded)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, n, size]; return the rows that one of these tokens may see."""
+        """Store [1, heads, n, size]; return the rows that any of these tokens may attend to."""
         count = keys.shape[2]
         row, first = self._row(self.length), self._row(self._first())
-        # The kept rows lie right before the window's, or are fetched apart.
+        # The kept rows are right before the window's, or fetched separately.
         apart = self.keep > 0 and first > self.keep
         begin = first if apart else first - self.keep
         end = begin + self._pad(count) - (self.keep if apart else 0)
@@ -113,7 +113,7 @@ class WindowCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Result of the last `update_and_fetch`, for layers that read another's."""
+        """Return the result of the last `update_and_fetch`, for layers that share another's KV."""
         begin, end, apart = self._fetched
         if self.keys is None or self.values is None:
             raise ValueError("an empty cache has no rows")
@@ -122,16 +122,16 @@ class WindowCache:
         return self._with_kept(self.keys, begin, end), self._with_kept(self.values, begin, end)
 
     def can_cut(self, length: int) -> bool:
-        """Return whether the first `length` tokens can go on from here."""
+        """Return True if the first `length` tokens can be continued."""
         first = max(self.keep, length - (self.window - self.keep) + 1)
         return length == self.length or (length <= self.length and self._start <= first)
 
     def cut(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Drop the tokens from `length` on."""
         self.length, self._tree = length, None
 
     def compact(self) -> None:
-        """Drop rows that no later token sees, if there are many; only between two passes."""
+        """Drop rows that no later token attends to, if there are many; only between two passes."""
         first = max(self.keep, self.length - (self.window - self.keep) + 1 - _MARGIN)
         if self.keys is None or self.values is None or first - self._start < _SLACK:
             return
@@ -141,13 +141,13 @@ class WindowCache:
         self._start = first
 
     def capture(self) -> WindowSnapshot:
-        """This moment; later writes copy the buffers once."""
+        """Capture this point; later writes copy the buffers once."""
         keys = None if self.keys is None else self.keys[...]
         values = None if self.values is None else self.values[...]
         return WindowSnapshot(keys, values, self.length, self._start)
 
     def restore(self, snapshot: WindowSnapshot) -> None:
-        """Be as at that moment."""
+        """Return to the captured point."""
         held = 0 if snapshot.keys is None else snapshot.keys.shape[2]
         if self.keep + snapshot.length - snapshot.start > held and snapshot.length > self.keep:
             raise ValueError(f"{held} rows are not a window at {snapshot.length} tokens")
@@ -156,13 +156,13 @@ class WindowCache:
         self.length, self._start = snapshot.length, snapshot.start
 
     def take(self, keys: mx.array, values: mx.array, length: int) -> None:
-        """Begin with [1, heads, slots, size], of which the first `length` are tokens."""
+        """Start with [1, heads, slots, size], of which the first `length` are tokens."""
         self.keys, self.values, self.length, self._start = keys, values, length, self.keep
         self.compact()
 
     @property
     def growth(self) -> int:
-        """Bytes by which the buffers will have grown when a long prompt has gone through."""
+        """Return the bytes by which the buffers still grow during a long prompt."""
         rows = round_to_bucket(self.window + _SLACK + _MARGIN + _CHUNK)
         return sum(
             max(0, rows - array.shape[2]) * (array.nbytes // array.shape[2]) for array in self.state
@@ -174,7 +174,7 @@ class WindowCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
     def _first(self) -> int:
-        """Position of the earliest token but the kept ones that the next token sees."""
+        """Position of the first token, kept ones aside, that the next token attends to."""
         return max(self._start, self.length - (self.window - self.keep) + 1)
 
     def _row(self, position: int) -> int:
@@ -186,18 +186,18 @@ class WindowCache:
         return np.concatenate([np.arange(min(self.keep, end)), np.arange(self._first(), end)])
 
     def _pad(self, count: int) -> int:
-        """How many rows a pass over `count` tokens gets, padding included."""
+        """Return how many rows a pass over `count` tokens gets, padding included."""
         exact = len(self._positions(count))
         return round_to_bucket(exact) if self._bucketed and count > 1 else exact
 
     def _with_kept(self, buffer: mx.array, first: int, end: int) -> mx.array:
-        """The kept rows and those in [first, end)."""
+        """Return the kept rows and those in [first, end)."""
         rows = buffer[..., first:end, :]
         return mx.concatenate([buffer[..., : self.keep, :], rows], axis=2) if self.keep else rows
 
 
 def _write(buffer: mx.array | None, rows: mx.array, row: int, end: int) -> mx.array:
-    """`buffer` with `rows` at this row and room up to row `end`."""
+    """Return `buffer` with `rows` at this row and room up to row `end`."""
     end = max(end, row + rows.shape[2])
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:

@@ -92,7 +92,7 @@ STACKS = (
 """Targets that replay, are fed again, have windows; with a drafter of another family, one that
 is like the target, or none."""
 
-AGAIN = "recurrent states are computed again from recorded inputs"
+AGAIN = "recurrent states are recomputed from recorded inputs"
 WAYS = {
     "qwen3_5": AGAIN,
     "lfm2": AGAIN,

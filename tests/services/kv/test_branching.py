@@ -85,7 +85,7 @@ def test_old_states_are_not_held() -> None:
     assert line.state.resumable(340) == 0
     fork = line.state.fork(362)
     assert fork.length == 362
-    with pytest.raises(ValueError, match="after 340 tokens is not held any more"):
+    with pytest.raises(ValueError, match="after 340 tokens is no longer held"):
         line.state.fork(340)
 
 

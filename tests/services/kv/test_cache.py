@@ -306,7 +306,7 @@ def test_a_mask_of_another_size_is_an_error() -> None:
     """A model that asks for a mask of other tokens than those of the frame is told so."""
     store = KVStore([None], bucketed=False)
     store.chain(3)
-    with pytest.raises(ValueError, match="a mask of 4, not 3"):
+    with pytest.raises(ValueError, match="a mask of 4 tokens, the frame has 3"):
         store.caches[0].make_mask(4)
 
 
