@@ -116,7 +116,7 @@ class SharedPass:
     def convolve(
         self, convolution: int, x: mx.array, run: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        """Convolve [1, window + rows, channels] to [1, rows, channels], row by row in its window."""
+        """Convolve [1, window + rows, channels] to [1, rows, channels], a window per row."""
         caches, index = self._windows[convolution]
         kept = x.shape[1] - self._total
         inputs = []
