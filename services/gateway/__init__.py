@@ -1,1 +1,1 @@
-"""The OpenAI-compatible door: HTTP in front of the orchestrator, a client of it like any other."""
+"""The OpenAI-compatible HTTP server: an ordinary client of the orchestrator."""

@@ -1,7 +1,7 @@
 """Grammars of answers that must follow a schema, call a function, or may do either.
 
-Where both are possible, calls are written as the model's family writes them. Thoughts may come
-first if the client asks for them.
+Where both are possible, calls use the format of the model's family. Thoughts may come first if the
+client asks for them.
 """
 
 import json
@@ -27,19 +27,19 @@ from services.gateway.transcript import AnswerFormat
 
 _ANY = r"/(?s:.*)/"
 _BARE_CALL = re.compile(r'\{"name": [^{}\n]*"parameters": ')
-"""How templates say that a call is a JSON object without marks."""
+"""Matches a template's instruction to write a call as a bare JSON object."""
 
 
 class AnswerGrammar(NamedTuple):
-    """What an answer must be, and how it is read."""
+    """The grammar of an answer, and how to parse it."""
 
     form: AnswerFormat
     text: str = ""
-    """Empty: anything."""
+    """The grammar; empty allows any text."""
     after_thought: str = ""
-    """What must follow a thought that was ended."""
+    """Grammar of what must follow a thought that was cut short."""
     bare_calls: bool = True
-    """Whether an answer that is one JSON object may be a call."""
+    """True if an answer that is one JSON object may be a call."""
 
 
 class GrammarWriter:
@@ -63,18 +63,18 @@ class GrammarWriter:
         one_call: bool,
         opened: bool | None,
     ) -> AnswerGrammar:
-        """The grammar of an answer.
+        """Return the grammar of an answer.
 
         Args:
             functions: those that may be called.
-            schema: what the answer must follow unless it calls; None: anything.
-            must_call: whether it has to be a call.
-            one_call: whether only one call is wanted.
-            opened: whether the prompt ends within a thought; None: there are no thoughts.
+            schema: schema of the answer unless it calls; None allows any text.
+            must_call: True if it has to be a call.
+            one_call: True to allow a single call only.
+            opened: True if the prompt ends within a thought; None if there are no thoughts.
 
         Raises:
             ApiError: there is nothing to call, or a schema is too large.
-            UsageError: the grammar is.
+            UsageError: the grammar is too large.
         """
         for function in functions:
             check_free_form(function.parameters, f"the parameters of {function.name!r}")
@@ -95,7 +95,7 @@ class GrammarWriter:
     def _write_answer(
         self, functions: Sequence[ToolFunction], document: str, *, one_call: bool
     ) -> str:
-        """The grammar of what follows a thought: a call, the document, or either."""
+        """Write the grammar of what follows a thought: a call, the document, or either."""
         if self._form.harmony:
             return self._write_channels(functions, document)
         if functions and document:
@@ -110,7 +110,7 @@ class GrammarWriter:
         return bool(_BARE_CALL.search(self._text.template))
 
     def _write_calls(self, functions: Sequence[ToolFunction], *, one_call: bool) -> str:
-        """The rule `calls`: one call or several, in the model's own words."""
+        """Write the rule `calls`: one or several calls in the model's own format."""
         form, template = self._form.tools, self._text.template
         more = "" if one_call else ' ("\\n"? call)*'
         if self._writes_bare_calls:
@@ -121,13 +121,13 @@ class GrammarWriter:
             return (
                 f'calls: call{more}\ncall: {start} "\\n"? function "\\n"? {end}\nfunction: {call}'
             )
-        # What the family's parser reads has a grammar of its own: its marks are enough.
+        # The family's parser has its own syntax: the marks are enough.
         if not form.end:
             return f"calls: {start} REST\nREST: {_ANY}"
         return f"calls: call{more}\ncall: {start} inner\n{self._write_until('inner', form.end)}"
 
     def _write_channels(self, functions: Sequence[ToolFunction], document: str) -> str:
-        """An answer of gpt-oss: a call in a channel of its own, or the final one."""
+        """Write an answer of gpt-oss: a call in its own channel, or the final one."""
         channel, message = self._write_mark("<|channel|>"), self._write_mark("<|message|>")
         rules: list[str] = []
         for number, function in enumerate(functions):
@@ -143,7 +143,7 @@ class GrammarWriter:
         return "\n".join([f"start: {' | '.join(names)}", *rules])
 
     def _add_thought(self, answer: str, *, opened: bool) -> str:
-        """The grammar with a thought before the answer."""
+        """Return the grammar with a thought before the answer."""
         rules = answer.replace("start:", "answer:", 1)
         if self._form.harmony:
             channel, message = self._write_mark("<|channel|>"), self._write_mark("<|message|>")
@@ -159,13 +159,13 @@ class GrammarWriter:
         return f"start: {before} BLANKS answer\n{until}\nBLANKS: /[ \\n]{{0,4}}/\n{rules}"
 
     def _write_until(self, name: str, end: str) -> str:
-        """A rule for any text and the mark that ends it."""
+        """Write a rule for any text and the mark that ends it."""
         if end in self._text.special_ids:
             return f"{name}: {name.upper()} {self._write_mark(end)}\n{name.upper()}: {_ANY}"
         return f"{name}[suffix={json.dumps(end)}]: {_ANY}"
 
     def _write_mark(self, mark: str) -> str:
-        """A mark as a part of a rule: special tokens by their ids, the rest as text."""
+        """Write a mark as part of a rule: special tokens by id, the rest as text."""
         ids = self._text.special_ids
         longest_first = sorted((token for token in ids if token in mark), key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
@@ -174,14 +174,14 @@ class GrammarWriter:
 
 
 def _write_document(schema: dict[str, Any]) -> str:
-    """The grammar of JSON that follows the client's schema."""
+    """Return the grammar of JSON that follows the client's schema."""
     check_free_form(schema, "the schema")
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     return json_grammar(close_objects(kept))
 
 
 def _check_size(grammar: str) -> None:
-    """Raises UsageError if a grammar is too large to be sent."""
+    """Raise UsageError if a grammar is too large to be sent."""
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The routes, and one answer's way from the orchestrator to the client."""
+"""The routes, and how one answer travels from the orchestrator to the client."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ class Gateway:
         self._bodies = LargeBodies()
 
     def app(self, key: str) -> ASGIApp:
-        """The application, for strangers and friends."""
+        """Return the application, which requires `key`."""
         settings = self._settings
         middleware = [
             Middleware(
@@ -84,7 +84,7 @@ class Gateway:
             )
         ]
         if settings.allowed_origins:
-            # Outermost, so that a page may also read why it was refused.
+            # Outermost, so that a page can also read why it was refused.
             cors = Middleware(
                 CORSMiddleware,
                 allow_origins=settings.allowed_origins,
@@ -109,7 +109,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _run(self, application: Starlette) -> AsyncIterator[None]:
-        """The application's life; connections and helper processes end with it."""
+        """Run for the application's lifetime; connections and helper processes end with it."""
         del application
         with self._models, self._bodies:
             yield
@@ -127,7 +127,7 @@ class Gateway:
     # ------------------------------------------------------------ answers
 
     def _answer_with(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of an API."""
+        """Return the endpoint of an API."""
 
         async def answer(request: Request) -> Response:
             log = RequestLog(self._metrics, f"{request.method} {request.url.path}")
@@ -166,7 +166,7 @@ class Gateway:
     async def _adapt(
         self, request: Request, read: Reader, body: bytes, task: Task, model: ServedModel
     ) -> Task:
-        """The task as it is for a model whose own defaults are known by now."""
+        """Adapt the task to a model whose own defaults are known by now."""
         if model.sampling != self._settings.sampling:
             settings = replace(self._settings, sampling=model.sampling)
             task = (await self._bodies.read(len(body), read, body, settings)).task
@@ -179,9 +179,9 @@ class Gateway:
     async def _generate(
         self, lease: Lease, plan: Callable[[], Awaitable[Task]], reply: Reply
     ) -> AsyncGenerator[tuple[int, Text | Finished]]:
-        """The events of all choices, once the model is loaded.
+        """Yield the events of all choices once the model is loaded.
 
-        The model is released at the end, however it comes.
+        The model is released at the end, also after an error.
         """
         with lease:
             await lease.await_ready(self._settings.load_timeout_s)
@@ -201,7 +201,7 @@ class Gateway:
         return read_responses(body, settings, self._conversations)
 
     async def _response(self, request: Request) -> Response:
-        """A response that was given before."""
+        """Return an earlier response."""
         name = request.path_params["name"]
         body = self._conversations.body(name)
         if body is None:
@@ -212,7 +212,7 @@ class Gateway:
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _count_tokens(self, request: Request) -> Response:
-        """Anthropic's API to count a prompt's tokens."""
+        """Count a prompt's tokens for Anthropic's API."""
         body = await read_body(request, self._settings.max_body_bytes)
         strict = self._settings.strict
         task = await self._bodies.read(len(body), parse_count, body, strict=strict)
@@ -226,14 +226,14 @@ class Gateway:
                 async with contextlib.aclosing(model.client.generate(question)) as events:
                     counts = [e.prompt_tokens async for e in events if isinstance(e, Finished)]
             except UsageError as error:
-                # A prompt that is too long is counted too.
+                # A prompt that is too long is counted as well.
                 counts = [count] if (count := find_prompt_length(str(error))) else []
                 if not counts:
                     raise
         return JSONResponse({"input_tokens": counts[0]})
 
     async def _await_ready(self, request: Request, lease: Lease) -> None:
-        """Wait for the model; raises ClientLeft if nobody waits for the answer any more."""
+        """Wait for the model; raises ClientLeft if the client disconnects meanwhile."""
         if lease.is_ready:
             return
         gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
@@ -296,7 +296,7 @@ _REFUSED = {
 
 
 async def _refuse_api(request: Request) -> Response:
-    """An API that clients may look for."""
+    """Refuse an API that clients may probe for."""
     raise ApiError(404, _REFUSED[request.url.path], code="unknown_url")
 
 
@@ -311,7 +311,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """Starlette's own: an unknown path, a method that a path does not have."""
+    """Handle Starlette's own errors: an unknown path, a method that a path does not have."""
     assert isinstance(error, HTTPException)  # noqa: S101  # registered for it alone
     what = f"{request.method} {request.url.path}"
     known = error.status_code in (404, 405)
@@ -321,12 +321,12 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
-    """A defect of ours; the server logs the traceback."""
+    """Report an internal error; the server logs the traceback."""
     defect = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
     return defect.response(request.url.path)
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:
-    """Nobody reads this."""
+    """Return an empty response, since the client has disconnected."""
     del request, error
     return Response(status_code=499)

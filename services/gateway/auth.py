@@ -1,4 +1,4 @@
-"""Who may ask, from where, and how much they may send."""
+"""Access control: API key, origin, host and rate limit."""
 
 import hashlib
 import hmac
@@ -14,26 +14,26 @@ from protocol.transport.address import is_loopback, parse_host
 from services.gateway.errors import ApiError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""They need no key, and tell nothing that is secret to those without one."""
+"""Paths without a key; without one they reveal nothing secret."""
 
 _MOST_CLIENTS = 10_000
-"""Clients that are remembered; those that were silent longest are forgotten first."""
+"""Clients remembered; the longest inactive are forgotten first."""
 
 
 class RateLimit:
-    """A bucket for each client: it holds a minute's requests and fills evenly.
+    """A token bucket per client: it holds a minute's requests and refills evenly.
 
     Args:
-        per_minute: requests that a client may make; 0 is any number.
+        per_minute: requests that a client may make; 0 means unlimited.
     """
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By client: requests left, and when that was."""
+        """Client -> (requests left, time of that count)."""
 
     def wait_s(self, client: str, now: float) -> float:
-        """Take a request's place; or how many seconds from `now` there will be one."""
+        """Count a request, or return the seconds from `now` until one is allowed."""
         if not self._per_minute:
             return 0.0
         rate = self._per_minute / 60.0
@@ -47,12 +47,12 @@ class RateLimit:
 
 
 class Guard:
-    """Refuses strangers before anything of a request is looked at.
+    """Refuses unauthorised requests before reading anything else of them.
 
     With an API key, the key decides. Without one the server listens on loopback only, and the
-    browser is the danger: any web page may send requests to loopback. So the page's origin must
-    be allowed; and because a page may have its own name point to loopback, the host that the
-    request is addressed to must mean this machine.
+    browser is the danger: any web page may send requests to loopback. So the page's origin must be
+    allowed; and because a page may resolve its own name to loopback, the request's host must mean
+    this machine.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Guard:
         self._rate = RateLimit(rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer strangers; let others through."""
+        """Refuse unauthorised requests; pass on all others."""
         if scope["type"] == "http":
             request = Request(scope)
             if fault := self._refuse(request) or self._check_rate(request):
@@ -95,7 +95,7 @@ class Guard:
         return ApiError(403, reason, code="wrong_host")
 
     def _refuse_origin(self, request: Request) -> ApiError | None:
-        """What a browser sends for a page of another origin; other programs send no origin."""
+        """Refuse pages of other origins, as named by the browser; other programs send no origin."""
         origin = request.headers.get("origin", "").lower().rstrip("/")
         if "*" in self._origins or origin in self._origins:
             return None
@@ -110,7 +110,7 @@ class Guard:
         return ApiError(403, reason, code="wrong_origin")
 
     def _check_rate(self, request: Request) -> ApiError | None:
-        """Whoever asks for too many answers in a minute; looking around is free."""
+        """Refuse a client that asks for too many answers per minute; other requests are free."""
         if request.method != "POST":
             return None
         # There is one key, so clients are distinguished by their addresses.

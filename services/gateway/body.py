@@ -1,8 +1,7 @@
-"""From the bytes of a request to its typed fields, within bounds.
+"""Decode the bytes of a request into typed fields, within limits.
 
-Clients send fields that this server does not know (`store`, `metadata`, those of other
-servers). They are left out and named in the answer's header and once in the log; with
-`strict` they are refused.
+Clients send fields that this server does not know (`store`, `metadata`, those of other servers).
+They are dropped and named in a response header and once in the log; with `strict` they are refused.
 """
 
 import asyncio
@@ -27,13 +26,13 @@ _log = logging.getLogger(__name__)
 _BODY_S = 30.0
 """Longest wait for a body to arrive."""
 MAX_DEPTH = 64
-"""Nesting of what a request may hold freely: schemas, template options."""
+"""Maximum nesting of free-form values: schemas, template options."""
 MAX_NODES = 50_000
-"""Values in it."""
+"""Maximum number of values in them."""
 _MOST_CONTAINERS = 50_000
-"""Objects and lists in a body."""
+"""Maximum number of objects and lists in a body."""
 _MOST_COMMAS = 500_000
-"""The same for what separates its values: a prompt may be a long list of tokens."""
+"""Maximum number of separators; high because a prompt may be a long list of tokens."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MOST_NAMES = 32
 """Unknown fields that are named."""
@@ -43,12 +42,12 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 async def read_body(request: Request, at_most: int) -> bytes:
-    """The JSON body of a request.
+    """Read the JSON body of a request.
 
     Raises:
         ApiError: it is too large, too slow, or not announced as JSON. A web page of another
-            origin can send other content types without asking first, so they are refused.
-        ClientLeft: the client went away before all of it had come.
+            origin can send other content types without a preflight, so they are refused.
+        ClientLeft: the client disconnected before all of it had arrived.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -74,7 +73,7 @@ async def read_body(request: Request, at_most: int) -> bytes:
 def check_values(body: bytes | bytearray) -> None:
     """Refuse a body of too many values before any of them is built; raises ApiError.
 
-    Counting bytes takes milliseconds; strings are left out only where they might matter.
+    Counting bytes takes milliseconds; strings are excluded only where they might matter.
     """
     if _holds_too_much(body) and _holds_too_much(_STRING.sub(b"", body)):
         reason = f"the body holds more than {_MOST_CONTAINERS} objects and lists"
@@ -92,7 +91,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """The request in a body, and the names of fields that were left out.
+    """Decode a body; return the request and the names of the dropped fields.
 
     Raises:
         ApiError: it holds too much; or naming the field that is wrong, or unknown if `strict`.
@@ -113,7 +112,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
 
 
 def refuse_unknown(names: Sequence[str]) -> None:
-    """Refuse a request of which something was left out, as a strict server does."""
+    """Refuse a request from which fields were dropped, as a strict server does."""
     if names:
         message = f"unrecognised field {names[0]!r}: this server is strict and ignores none"
         raise ApiError(400, message, code="unknown_parameter", param=names[0])
@@ -136,21 +135,21 @@ _logged: set[str] = set()
 
 
 def _log_unknown(name: str) -> None:
-    """Once per process and name; names come from clients, so there is an end to it."""
+    """Log an unknown field once per process, up to a maximum number of names."""
     if name not in _logged and len(_logged) < 1000:
         _logged.add(name)
         _log.info("requests have the field %r, which is ignored", name)
 
 
 def to_field_error(error: msgspec.ValidationError) -> ApiError:
-    """The error of a field that does not fit, with its path."""
+    """Return the error of a field that does not validate, with its path."""
     place = _PLACE.search(str(error))
     path = place["path"] if place else ""
     return ApiError(400, describe(error), code="invalid_value", param=path or None)
 
 
 def check_free_form(value: Any, where: str) -> None:
-    """Bound a value that may hold anything; raises ApiError."""
+    """Limit a free-form value; raises ApiError."""
     level: list[Any] = [value]
     nodes = 0
     for _ in range(MAX_DEPTH):
@@ -172,7 +171,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def find_unknown(value: Any, kind: Any) -> Iterator[str]:
-    """Paths of the fields in a decoded JSON value that its type does not have."""
+    """Return the paths of the fields in a decoded JSON value that its type does not have."""
     yield from _walk(value, _inspect(kind), "")
 
 
@@ -204,7 +203,7 @@ def _walk(value: Any, kind: types.Type, path: str) -> Iterator[str]:
 
 
 def _choose(value: Any, options: Iterable[types.Type]) -> types.Type | None:
-    """The option that a value of JSON is an instance of, if that can have fields."""
+    """Return the option that a JSON value matches, if that option can have fields."""
     if isinstance(value, dict):
         return next((o for o in options if isinstance(o, types.StructType)), None)
     if isinstance(value, list):
@@ -213,5 +212,5 @@ def _choose(value: Any, options: Iterable[types.Type]) -> types.Type | None:
 
 
 def to_header(names: Iterable[str]) -> str:
-    """Names of fields as the value of a header."""
+    """Return field names as a header value."""
     return ", ".join(_list_once(names))

@@ -1,4 +1,4 @@
-"""What goes wrong, in the error object of the API that was asked."""
+"""Errors in the error format of the requested API."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 from protocol.errors import Busy, DeadlineExceeded, ServiceLost, SsdError, UsageError
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Below it errors have Anthropic's shape, elsewhere OpenAI's."""
+"""Errors below this path have Anthropic's shape, all others OpenAI's."""
 
 
 class ClientLeft(Exception):
@@ -16,7 +16,7 @@ class ClientLeft(Exception):
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status, and what the error object says."""
+    """An error response: HTTP status and error object."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self._retry_after_s = retry_after_s
-        """Of a refusal for now, status 429 or 503."""
+        """For a temporary refusal, status 429 or 503."""
         self._anthropic_message = anthropic_message or message
-        """The sentence on which Anthropic's clients act, where that differs."""
+        """The sentence that Anthropic's clients act on, where it differs."""
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {
             "error": {
                 "message": self.message,
@@ -50,12 +50,12 @@ class ApiError(Exception):
         }
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object."""
+        """Return Anthropic's error object."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self._anthropic_message}}
 
     def response(self, path: str) -> JSONResponse:
-        """The error object with its status, for a request of this path."""
+        """Return the error response for a request of this path."""
         headers = dict(_HEADERS.get(self.status, {}))
         if self.status in (429, 503):
             headers["Retry-After"] = str(self._retry_after_s)
@@ -82,7 +82,7 @@ _ANTHROPIC_TYPES = {
 }
 
 _NAMED = ("logit_bias",)
-"""Fields that the orchestrator's sentences begin with."""
+"""Fields that the orchestrator's messages begin with."""
 
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
@@ -93,25 +93,25 @@ _TOO_LONG = re.compile(
 
 
 def find_prompt_length(why: str) -> int | None:
-    """The tokens of a prompt that the orchestrator refused for its length, by its sentence."""
+    """Return the token count in the orchestrator's message about a prompt that is too long."""
     found = _TOO_LONG.search(why)
     return int(found["size"]) if found and found["unit"] == "tokens" else None
 
 
 def refuse_value(param: str, why: str) -> ApiError:
-    """A known field with a value that this server cannot honour."""
+    """Refuse a valid field whose value this server cannot honour."""
     return ApiError(400, f"{param!r}: {why}", code="unsupported_value", param=param)
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """A field whose value makes no sense."""
+    """Refuse a field with an invalid value."""
     return ApiError(400, f"{param!r}: {why}", code="invalid_value", param=param)
 
 
 def _refuse(why: str) -> ApiError:
-    """A request that the orchestrator refused, by its sentence.
+    """Convert the orchestrator's refusal of a request.
 
-    Clients shorten a conversation by themselves ("compact") on one code and two phrases.
+    Clients shorten a conversation automatically ("compact") on one code and two phrases.
     """
     if found := _TOO_LONG.search(why):
         size, unit, limit, knob = found["size"], found["unit"], found["limit"], found["knob"]
@@ -128,7 +128,7 @@ def _refuse(why: str) -> ApiError:
 
 
 def to_api_error(error: SsdError | ApiError) -> ApiError:
-    """What a failure of the stack is over HTTP."""
+    """Convert a failure of the stack to an HTTP error."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""One answer's events from the orchestrator, with a bound on how long the model may think."""
+"""One answer's events from the orchestrator, with a limit on the model's thinking."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
@@ -12,10 +12,10 @@ from services.gateway.task import Choice
 
 
 async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text | Finished]:
-    """The answer: Text messages, then one Finished. Closing the generator cancels.
+    """Yield Text messages, then one Finished. Closing the generator cancels.
 
-    A thought that has used up its budget is ended by its mark, and the model is asked to go on
-    from there. Errors as for `AsyncClient.generate`.
+    A thought that has used up its budget is ended by its mark, and the model continues from there.
+    Errors as for `AsyncClient.generate`.
     """
     limit = choice.thought_limit
     tokens: Tokens = []
@@ -77,7 +77,7 @@ def _ask_with(request: Generate, prompt: Tokens) -> Generate:
 
 
 def _continue(request: Generate, tokens: Tokens, limit: ThoughtLimit) -> Generate:
-    """The request for what follows the end of the thought."""
+    """Return the request for what follows the end of the thought."""
     sampling = request.sampling
     if sampling.logits_options is not None and limit.after:
         options = replace(sampling.logits_options, grammar=limit.after)

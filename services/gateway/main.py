@@ -17,7 +17,7 @@ from services.gateway.http.loop import ACCEPTS, AwakeLoop, ListeningSocket
 
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 1
-"""Answers in flight are cut after this long, because the stack ends too."""
+"""Answers in progress are cut off after this time, because the stack ends too."""
 
 
 def run(settings: GatewaySettings) -> None:
@@ -29,7 +29,7 @@ def run(settings: GatewaySettings) -> None:
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
         server_header=False,
-        proxy_headers=False,  # places and rates are counted by address, which no one may choose
+        proxy_headers=False,  # limits are counted by address, which clients must not choose
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
         http=HttpConnection,
@@ -42,7 +42,7 @@ def run(settings: GatewaySettings) -> None:
 
 
 def _key(file: str) -> str:
-    """What clients must know; "" only if there is to be none.
+    """Return the API key; "" only if none is configured.
 
     Raises:
         UsageError: the key cannot be read, as after a write to a full disk.
@@ -54,7 +54,7 @@ def _key(file: str) -> str:
     except OSError as error:
         raise UsageError(f"the API key cannot be read: {error}") from error
     if not key:
-        raise UsageError(f"the API key in {file!r} is empty; without it the door stays shut")
+        raise UsageError(f"the API key in {file!r} is empty; the server does not start without it")
     return key
 
 

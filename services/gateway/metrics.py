@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: counts of everything that this gateway answered."""
+"""Prometheus metrics over all answers of this gateway."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class _PhaseTimes(Collector):
-    """Times of rounds, which come counted in classes."""
+    """Durations of rounds, which arrive as histogram buckets."""
 
     def __init__(self) -> None:
         self._spreads: dict[str, TimingHistogram] = {}
@@ -30,7 +30,7 @@ class _PhaseTimes(Collector):
             self._spreads[phase] = TimingHistogram(counts, known.sum_ms + more.sum_ms)
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus, in seconds."""
+        """Return the metric in seconds."""
         family = HistogramMetricFamily("ssd_round_seconds", "By phase.", labels=["phase"])
         bounds = [*(str(bound / 1e3) for bound in HISTOGRAM_BOUNDS_MS), "+Inf"]
         for phase, spread in self._spreads.items():
@@ -49,7 +49,7 @@ class Metrics:
     def __init__(self, steps: StepTimes | None = None) -> None:
         self._steps = steps or StepTimes()
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        """What the last answers were like, oldest first."""
+        """Figures of the last answers, oldest first."""
         r = self._registry = CollectorRegistry()
         decode = "ssd_spec_decode_num"
         self._requests = Counter(
@@ -94,7 +94,7 @@ class Metrics:
         r.register(self._phases)
 
     def _create_gauges(self) -> None:
-        """What is read from the orchestrator's status when somebody asks."""
+        """Create the gauges that are read from the orchestrator's status on request."""
         r = self._registry
         self._dropped = Gauge(
             "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
@@ -116,11 +116,11 @@ class Metrics:
         self._fan_out = Gauge("ssd_fan_out", "Branches it would prepare.", registry=r)
 
     def count_failure(self, reason: str) -> None:
-        """A request ended without an answer."""
+        """Count a request that ended without an answer."""
         self._requests.labels(reason).inc()
 
     def count_answer(self, finished: Finished, tokens: int, mode: Mode) -> None:
-        """A request was answered with so many tokens."""
+        """Count an answer of `tokens` tokens."""
         s = finished.statistics
         self.recent.append(
             {

@@ -1,7 +1,7 @@
 """The models that a gateway offers, and their use by requests.
 
-With a model server behind it, a model is asked for before each answer and released after it;
-without one there is a single model that is always there.
+With a model server, a model is requested before each answer and released after it; otherwise there
+is a single model that is always loaded.
 """
 
 import asyncio
@@ -19,23 +19,26 @@ from services.gateway.task import Task, TaskPlanner
 from services.gateway.template import ModelText
 
 STATUS_S = 4.0
-"""Longest wait for an orchestrator's status, and for the list of models. Shorter than the silence
-after which a stream begins, so that a stack that does not answer is still a status of HTTP."""
+"""Longest wait for an orchestrator's status, and for the list of models.
+
+It is shorter than the silence after which a stream begins, so that a stack that does not answer
+still yields an HTTP status.
+"""
 
 _FRESH_S = 0.1
-"""How long a status is taken for the present one."""
+"""Seconds for which a status counts as current."""
 
 Connect = Callable[[str], AsyncClient]
-"""A client of the orchestrator at an address."""
+"""Creates a client of the orchestrator at an address."""
 
 
 class ServedModel(Closeable):
-    """One model: its orchestrator, and what its folder says about requests and answers."""
+    """One model: its orchestrator, and the settings in its folder for requests and answers."""
 
     def __init__(self, told: GatewayModel, connect: Connect, max_draft_tokens: int) -> None:
         self.names = told.names
         self.sampling = told.sampling
-        """What requests get that do not say otherwise."""
+        """Defaults for requests."""
         self._max_draft_tokens = max_draft_tokens
         self.drafters = told.drafters
         self._folder = ""
@@ -43,13 +46,13 @@ class ServedModel(Closeable):
         self._address = told.clients_address
         self._client: AsyncClient | None = None
         self._asked: asyncio.Task[Status] | None = None
-        """The question for the status that was asked last."""
+        """The latest status query."""
         self._asked_at = 0.0
-        """When it was answered."""
+        """Time of its answer."""
         self.read(told.folder)
 
     def read(self, folder: str) -> None:
-        """Its files are in this folder; empty: not known yet."""
+        """Read its files from this folder; an empty name means not known yet."""
         if folder and folder == self._folder:
             return
         self._folder = folder
@@ -59,18 +62,18 @@ class ServedModel(Closeable):
 
     @property
     def name(self) -> str:
-        """As answers call it."""
+        """Its name in answers."""
         return self.names[0]
 
     @property
     def client(self) -> AsyncClient:
-        """Of its orchestrator."""
+        """The client of its orchestrator."""
         if self._client is None:
             self._client = self._connect(self._address)
         return self._client
 
     async def status(self) -> Status:
-        """The status of its orchestrator; all who ask at the same time share one answer."""
+        """Return the status of its orchestrator; concurrent callers share one query."""
         loop = asyncio.get_running_loop()
         if self._asked is None or loop.time() - self._asked_at > _FRESH_S:
             self._asked = asyncio.ensure_future(self.client.status(STATUS_S))
@@ -79,13 +82,13 @@ class ServedModel(Closeable):
         return await asyncio.shield(self._asked)
 
     def _on_status(self, asked: "asyncio.Task[Status]") -> None:
-        """Keep an answer for a moment, and no failure."""
+        """Keep an answer for a moment, but no failure."""
         self._asked_at = asyncio.get_running_loop().time()
         if asked.cancelled() or asked.exception() is not None:
             self._asked = None
 
     def check_drafter(self, wanted: str | None, status: Status) -> None:
-        """Raises ApiError if a request wants a drafter that is not there."""
+        """Raise ApiError if a request names a drafter that is not running."""
         if wanted in (None, _MLX_LM_DEFAULT) or wanted in self.drafters:
             return
         model = status.drafter.model if status.drafter is not None else ""
@@ -108,7 +111,7 @@ class ServedModel(Closeable):
 
 
 class Lease(Closeable):
-    """A model that a request uses until this is closed."""
+    """A model in use by a request until this is closed."""
 
     def __init__(self, model: ServedModel, use: ModelUse | None) -> None:
         self.model = model
@@ -116,18 +119,18 @@ class Lease(Closeable):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is there without being asked for."""
+        """True if the model is loaded without being requested."""
         return self._use is None
 
     async def await_ready(self, timeout_s: float) -> None:
-        """Return when the model is loaded; errors as for `ModelUse.await_ready`."""
+        """Wait until the model is loaded; errors as for `ModelUse.await_ready`."""
         if self._use is not None:
             ready = await self._use.await_ready(timeout_s)
             self.model.read(ready.folder)
             self.model.sampling = ready.sampling
 
     def close(self) -> None:
-        """The model is not needed any more; safe to call twice."""
+        """Release the model; safe to call twice."""
         if self._use is not None:
             self._use.close()
 
@@ -145,7 +148,7 @@ class ServedModels(Closeable):
         return iter(self._models)
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of this name, the first without one; raises ApiError if there is none."""
+        """Return the model of this name, or the first one for None; raises ApiError."""
         if name is None or name == _MLX_LM_DEFAULT:
             return self._models[0]
         model = self._by_name.get(name)
@@ -160,7 +163,7 @@ class ServedModels(Closeable):
         return model
 
     def lease(self, task: Task) -> Lease:
-        """The model that a task wants; it is to be awaited. Raises ApiError if there is none."""
+        """Lease the task's model, to be awaited. Raises ApiError if there is none."""
         model = self.find(task.model)
         if self._server is None:
             return Lease(model, None)
@@ -168,13 +171,13 @@ class ServedModels(Closeable):
         return Lease(model, self._server.use(model.name, drafter or ""))
 
     async def describe(self) -> dict[str, ModelStatus]:
-        """By name, the states of the models; empty without a model server: it is loaded."""
+        """Return the states of the models by name; empty without a model server."""
         if self._server is None:
             return {}
         return {one.name: one for one in await self._server.list_models(STATUS_S)}
 
     async def statuses(self) -> list[Status]:
-        """Of the orchestrators of all models that are loaded."""
+        """Return the statuses of the orchestrators of all loaded models."""
         states = await self.describe()
         loaded = [
             model
@@ -192,7 +195,7 @@ class ServedModels(Closeable):
 
 
 _MLX_LM_DEFAULT = "default_model"
-"""What clients of mlx-lm name the model, or drafter, that the server was started with."""
+"""mlx-lm clients' name for the model, or drafter, that the server was started with."""
 
 
 def _last(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Paths as clients write them: a slash at the end, no /v1 or two of them."""
+"""Normalise request paths: a slash at the end, no /v1 or two of them."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -7,24 +7,24 @@ _VERSIONED = {"chat", "completions", "messages", "responses", "models"}
 
 
 class Paths:
-    """Hands requests on with the path that the routes know.
+    """Passes requests on under the path that the routes know.
 
-    mlx-lm and llama.cpp answer without /v1, and a client whose base URL ends in it may add it
-    once more.
+    mlx-lm and llama.cpp answer without /v1, and a client whose base URL ends in it may add it once
+    more.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request on."""
+        """Pass a request on."""
         if scope["type"] == "http":
             scope = {**scope, "path": normalise_path(scope["path"])}
         await self._app(scope, receive, send)
 
 
 def normalise_path(path: str) -> str:
-    """The path that the routes know."""
+    """Return the path that the routes know."""
     path = "/" + path.strip("/")
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")

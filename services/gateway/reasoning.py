@@ -1,8 +1,8 @@
-"""Thoughts apart from the answer, for the model families that mark them.
+"""Separate thoughts from the answer, for the model families that mark them.
 
 Marks and their families: <think> (Qwen, DeepSeek, GLM, MiniMax, SmolLM and others), [THINK]
 (Magistral), <seed:think>, <longcat_think>, <|think:start|>, Gemma 4's thought channel, Kimi K3's
-sections. gpt-oss has channels of its own (`tools/harmony.py`).
+sections. gpt-oss has its own channels (`tools/harmony.py`).
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -18,7 +18,7 @@ class ThoughtFormat(NamedTuple):
     start: str
     end: str
     anywhere: bool = False
-    """Whether thoughts may begin later than at the answer's start; its mark occurs in no text."""
+    """True if thoughts may also start after the answer's start; the mark occurs in no text."""
 
 
 _FORMATS = (
@@ -33,7 +33,7 @@ _FORMATS = (
 
 
 def find_thought_format(text: ModelText) -> ThoughtFormat | None:
-    """The format of a model; None if it does not mark thoughts."""
+    """Return the thought format of a model; None if it does not mark thoughts."""
     for form in _FORMATS:
         if form.end in text.template or {form.start, form.end} <= text.added_tokens.keys():
             return form
@@ -47,27 +47,27 @@ class Thought(NamedTuple):
 
 
 class ThoughtReader:
-    """Splits a text that comes in pieces into thoughts and answer.
+    """Splits streamed text into thoughts and answer.
 
-    Blanks between a mark and the text beside it belong to neither.
+    Whitespace between a mark and the adjacent text belongs to neither.
     """
 
     def __init__(self, form: ThoughtFormat, *, opened: bool = False) -> None:
-        """`opened`: the prompt ends within a thought."""
+        """Start reading; `opened`: the prompt ends within a thought."""
         self._form = form
         self._held = ""
         self._state: Literal["start", "thought", "answer"] = "thought" if opened else "start"
-        """start: a thought may begin here."""
+        """start: a thought may start here."""
         self._trim = opened
-        """Whether blanks are dropped from what comes next."""
+        """True if whitespace is dropped from the next text."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what came last is within a thought."""
+        """True if the latest text is within a thought."""
         return self._state == "thought"
 
     def push(self, text: str) -> list[Thought | str]:
-        """What is certain of thought and answer, in order."""
+        """Return what is certainly thought or answer, in order."""
         self._held += text
         found: list[Thought | str] = []
         while True:
@@ -79,7 +79,7 @@ class ThoughtReader:
                 return found
 
     def end(self) -> list[Thought | str]:
-        """What was held back; a thought that was cut off stays a thought."""
+        """Return what was held back; a thought that was cut off stays a thought."""
         held, self._held = self._held, ""
         if self._state != "thought":
             return [held] if held and not (self._trim and not held.strip()) else []
@@ -109,19 +109,19 @@ class ThoughtReader:
             if self._form.anywhere:
                 return self._take(len(self._held) - overlap(self._held, self._form.start))
             if self._form.start.startswith(self._held.lstrip()):
-                return ""  # it may still become the mark
+                return ""  # may still become the mark
             self._state = "answer"
         return self._take(len(self._held))
 
     def _take(self, count: int) -> str:
-        """The first characters of what was held."""
+        """Remove and return the first characters of what was held back."""
         text, self._held = self._held[:count], self._held[count:]
         self._trim = self._trim and not text
         return text
 
 
 class _Thinking(Protocol):
-    """A reader that knows whether what came last is within a thought."""
+    """A reader that knows if the latest text is within a thought."""
 
     @property
     def is_thinking(self) -> bool: ...
@@ -136,7 +136,7 @@ class ThoughtLimit:
         reader: of the answer.
         tokens: the budget.
         end: the text that ends the thought.
-        after: the grammar of what follows it; empty: anything.
+        after: the grammar of what follows it; empty allows any text.
     """
 
     def __init__(self, reader: _Thinking, tokens: int, *, end: str, after: str = "") -> None:
@@ -146,7 +146,7 @@ class ThoughtLimit:
         self.after = after
 
     def is_reached(self, text: Text) -> bool:
-        """Take in newly emitted text; whether the thought must end now."""
+        """Read newly generated text; return True if the thought must end now."""
         for piece in text.pieces:
             self._reader.push(piece)
             self._left -= self._reader.is_thinking

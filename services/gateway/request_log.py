@@ -1,6 +1,6 @@
-"""One line per request that asked for an answer: its route, its figures, and how it ended.
+"""One log line per answer request: its route, its figures, and how it ended.
 
-The figures go into the metrics too. Prompts and answers are never written.
+The figures are also counted in the metrics. Prompts and answers are never logged.
 """
 
 import logging
@@ -15,27 +15,27 @@ from services.gateway.task import Choice
 _log = logging.getLogger(__name__)
 
 _LONGEST_REASON = 200
-"""Characters of an error that are written."""
+"""Characters of an error that are logged."""
 
 
 class RequestLog:
-    """The books of one HTTP request.
+    """Records the outcome of one HTTP request.
 
     Args:
-        metrics: what is counted over all requests.
+        metrics: totals over all requests.
         route: its method and path.
     """
 
     def __init__(self, metrics: Metrics, route: str) -> None:
         self.name = ""
-        """Of the answer, as its client reads it; empty before there is one."""
+        """The answer's id as sent to its client; empty before there is one."""
         self._metrics = metrics
         self._route = route
         self._started = time.monotonic()
         self._is_over = False
 
     def on_answer(self, choice: Choice, finished: Finished) -> None:
-        """One of its answers has come to its end."""
+        """Record that one of its answers has ended."""
         self._is_over = True
         tokens = choice.transcript.tokens
         self._metrics.count_answer(finished, tokens, choice.request.mode)
@@ -43,19 +43,19 @@ class RequestLog:
         self._write(logging.INFO, words, choice.request.request)
 
     def on_refusal(self, error: ApiError) -> None:
-        """It could not be served as it was."""
+        """Record that the request was refused."""
         if not self._is_over:
             self._is_over = True
             words = error.message[:_LONGEST_REASON]
             self._write(logging.WARNING, f"error {error.status}: {words}")
 
     def on_failure(self, error: ApiError) -> None:
-        """It broke off."""
+        """Record that the request failed."""
         self._metrics.count_failure("error")
         self.on_refusal(error)
 
     def on_departure(self) -> None:
-        """The client went away, which is nothing new if it had its answer."""
+        """Record that the client disconnected, unless it had its answer."""
         if not self._is_over:
             self._metrics.count_failure("cancelled")
             self._write(logging.INFO, "cancelled by the client")
@@ -71,12 +71,12 @@ class RequestLog:
 
 
 def describe_answer(finished: Finished, tokens: int) -> str:
-    """Its figures, in a few words."""
+    """Return a short summary of the answer's figures."""
     s = finished.statistics
     prompt = f"{finished.prompt_tokens} prompt tokens"
     if finished.cached_tokens:
         prompt += f" ({finished.cached_tokens} cached)"
-    speed = f" at {s.tok_s:.1f} tok/s" if s.tok_s else ""  # a few tokens come all at once
+    speed = f" at {s.tok_s:.1f} tok/s" if s.tok_s else ""  # a few tokens arrive at once
     parts = [prompt, f"{tokens} tokens{speed}"]
     if s.drafted:
         parts.append(f"{s.accepted} of {s.drafted} draft tokens accepted")

@@ -1,4 +1,4 @@
-"""What a gateway tells about itself: its models, its health, its figures, and the page."""
+"""Endpoints about the gateway itself: models, health, metrics, and the page."""
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ class ServerInfo:
 
     Args:
         models: those that are offered.
-        metrics: of what was answered.
+        metrics: figures of all answers.
     """
 
     def __init__(self, models: ServedModels, metrics: Metrics) -> None:
@@ -28,7 +28,7 @@ class ServerInfo:
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
-        """Their paths."""
+        """Return their routes."""
         return [
             Route("/v1/models", self._list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._show_model, methods=["GET"]),
@@ -46,7 +46,7 @@ class ServerInfo:
             {
                 "object": "list",
                 "data": cards,
-                # As Anthropic's clients read it.
+                # Fields for Anthropic's clients.
                 "has_more": False,
                 "first_id": cards[0]["id"],
                 "last_id": cards[-1]["id"],
@@ -98,7 +98,7 @@ class ServerInfo:
         return render_page()
 
     async def _recent(self, request: Request) -> Response:
-        """For the page: what the last answers were like."""
+        """Return the figures of the last answers, for the page."""
         del request
         return JSONResponse({"answers": list(self._metrics.recent)})
 

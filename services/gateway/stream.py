@@ -1,4 +1,4 @@
-"""Server-sent events: one answer, chunk by chunk, while the client listens."""
+"""Server-sent events: one answer, chunk by chunk."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client is gone; everything of the request must have been read."""
+    """Wait until the client has disconnected; the whole request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -26,12 +26,12 @@ async def wait_for_disconnect(receive: Receive) -> None:
 async def watch_events(
     events: AsyncGenerator[T], gone: "asyncio.Task[None]", silence_s: float
 ) -> AsyncGenerator[T | None]:
-    """The events as they come, and None after every `silence_s` seconds without one.
+    """Yield the events as they come, and None after every `silence_s` seconds without one.
 
-    However it ends, the source has been closed then, which cancels its request.
+    The source is closed on exit, also after an error, which cancels its request.
 
     Raises:
-        ClientLeft: the client went away.
+        ClientLeft: the client disconnected.
     """
     following: asyncio.Task[T] | None = None
     try:
@@ -58,7 +58,7 @@ async def watch_events(
 
 
 class EventStream(Response):
-    """The response that streams; `begin` it first, so that a refusal can still be an error."""
+    """The streaming response; call `begin` first, so that a refusal can still be an error."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EventStream(Response):
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
         )
-        del self.headers["content-length"]  # nobody knows it yet
+        del self.headers["content-length"]  # not known yet
         self._source = events
         self._reply = reply
         self._log = log
@@ -84,11 +84,11 @@ class EventStream(Response):
         self._refusal: ApiError | None = None
 
     async def begin(self, receive: Receive) -> None:
-        """Wait for the first event, or for the time after which a client wants a sign of life.
+        """Wait for the first event, or for the time after which a client needs a keep-alive.
 
         Raises:
             SsdError, ApiError: the request was refused.
-            ClientLeft: the client went away.
+            ClientLeft: the client disconnected.
         """
         self._gone = asyncio.ensure_future(wait_for_disconnect(receive))
         self._events = watch_events(self._source, self._gone, self._silence_s)
@@ -109,7 +109,7 @@ class EventStream(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything; ends early if the client does."""
+        """Send everything; ends early if the client disconnects."""
         del scope, receive
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
@@ -147,7 +147,7 @@ class EventStream(Response):
             yield chunk
 
     def _comments(self) -> list[bytes]:
-        """What is waited for, for people who look at the stream; clients ignore comments."""
+        """Return the progress as comments for human readers; clients ignore them."""
         if not self._reply.choices:
             return [b": the model is being loaded\n\n"]
         waiting = [

@@ -1,4 +1,4 @@
-"""A request for an answer, whichever API it came through, and what the orchestrator is asked."""
+"""A request for an answer from any API, and the orchestrator's requests for it."""
 
 import itertools
 import secrets
@@ -46,16 +46,16 @@ class PromptInput:
 
     messages: list[ChatMessage] = field(default_factory=list)
     answer_start: str = ""
-    """What the answer to the conversation begins with; the client has it already."""
+    """Beginning of the answer, which the client already has."""
     text: str = ""
     suffix: str = ""
-    """What follows the continuation of the text."""
+    """Text after the continuation."""
     tokens: Tokens = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thinking:
-    """What the client wants of the model's thoughts; None leaves it to the model."""
+    """The client's wishes for the model's thoughts; None leaves them to the model."""
 
     enabled: bool | None = None
     effort: Effort | None = None
@@ -65,12 +65,12 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a client asks for."""
+    """A client's request."""
 
     prompts: Sequence[PromptInput]
     model: str | None = None
     sampling: Sampling
-    """Without grammar."""
+    """Sampling without a grammar."""
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     choices: int = 1
@@ -79,28 +79,28 @@ class Task:
     must_call: bool = False
     one_call: bool = False
     schema: dict[str, Any] | None = None
-    """What the answer must follow, if it must be JSON."""
+    """Schema of the answer, if it must be JSON."""
     thinking: Thinking = Thinking()
     template_options: dict[str, Any] = field(default_factory=dict)
     plain: bool = False
-    """Whether to decode without drafts."""
+    """True to decode without drafts."""
     drafter: str | None = None
     """The drafter that must be running."""
     num_draft_tokens: int = 0
     stream: bool = False
     client: str = ""
-    """Who asks: places are shared by client."""
+    """The client's name; capacity is shared among clients."""
     is_background: bool = False
     """Whether requests of others may go before it."""
     is_large: bool = False
     """Whether its prompts are too long to be sent once for each choice."""
     unknown: list[str] = field(default_factory=list)
-    """Fields that were left out."""
+    """Fields that were dropped."""
 
 
 @dataclass
 class Choice:
-    """One of the answers, as far as it has come."""
+    """One of the answers in progress."""
 
     index: int
     request: Generate
@@ -108,10 +108,10 @@ class Choice:
     thought_limit: ThoughtLimit | None = None
     finished: Finished | None = None
     progress: Progress | None = None
-    """How much of its prompt is computed."""
+    """Progress of its prefill."""
 
     def on_progress(self, progress: Progress) -> None:
-        """More of its prompt is computed."""
+        """Record the progress of its prefill."""
         self.progress = progress
 
     @property
@@ -123,37 +123,37 @@ class Choice:
 
     @property
     def cached_tokens(self) -> int:
-        """How many of those were taken from the KV of earlier requests."""
+        """Prompt tokens reused from the KV of earlier requests."""
         if self.finished is not None:
             return self.finished.cached_tokens
         return self.progress.cached if self.progress else 0
 
     @property
     def end(self) -> Finished:
-        """How it ended; raises RuntimeFailure before that."""
+        """Its last message; raises RuntimeFailure before that."""
         if self.finished is None:
             raise RuntimeFailure("the answer ended without its last message")
         return self.finished
 
     @property
     def is_limited(self) -> bool:
-        """Whether a limit ended it, rather than the model."""
+        """True if a limit ended it, rather than the model."""
         return self.end.reason in ("length", "context")
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a limit or a stop string ended it, perhaps within a call."""
+        """True if a limit or a stop string ended it, perhaps within a call."""
         return self.is_limited or bool(self.end.stop_string)
 
 
 class _Beginning(NamedTuple):
-    """What an answer begins with, after the prompt."""
+    """The beginning of an answer, after the prompt."""
 
     text: str = ""
     in_thought: bool = False
-    """Whether a thought goes on after it."""
+    """True if a thought continues after it."""
     in_answer: bool = False
-    """Whether the answer proper has begun."""
+    """True if the answer itself has started."""
 
 
 class TaskPlanner:
@@ -168,7 +168,7 @@ class TaskPlanner:
         self._grammars = GrammarWriter(text, self._format)
 
     def plan(self, task: Task) -> list[Choice]:
-        """The requests that a task takes, prompt by prompt; each choice has a seed of its own.
+        """Return the requests of a task, prompt by prompt; each choice has its own seed.
 
         Raises:
             ApiError: it cannot be honoured.
@@ -212,7 +212,7 @@ class TaskPlanner:
         grammar: AnswerGrammar,
         beginning: "_Beginning",
     ) -> Choice:
-        """One choice, with what reads its answer."""
+        """Return one choice with the reader of its answer."""
         form = grammar.form
         reader = form.reader(
             task.functions,
@@ -224,10 +224,10 @@ class TaskPlanner:
         return Choice(index, request, Transcript(reader, one_call=task.one_call), limit)
 
     def _thinks(self, task: Task) -> bool:
-        """Return whether the answer may begin with a thought.
+        """Return True if the answer may start with a thought.
 
-        It may unless the client wants none; an answer that must be one thing, a call or JSON,
-        only if the client wants thoughts.
+        It may unless the client wants none; a forced call or JSON may only if the client wants
+        thoughts.
         """
         thinking = task.thinking
         wanted = thinking.enabled
@@ -241,7 +241,7 @@ class TaskPlanner:
         return wanted and (self._format.harmony or self._format.thoughts is not None)
 
     def _repeat(self, requests: list[Generate], choices: int) -> list[Generate]:
-        """The requests for all choices, each with its own number and seed."""
+        """Return the requests for all choices, each with its own number and seed."""
         group = 1 + secrets.randbits(62)
         return [
             replace(
@@ -255,7 +255,7 @@ class TaskPlanner:
         ]
 
     def _opens_thought(self, options: dict[str, Any]) -> bool:
-        """Whether prompts end within a thought."""
+        """Return True if prompts end within a thought."""
         thoughts = self._format.thoughts
         if thoughts is None:
             return False
@@ -263,12 +263,12 @@ class TaskPlanner:
         return ending.rfind(thoughts.start) > ending.rfind(thoughts.end)
 
     def _begin(self, prompt: PromptInput, *, opened: bool, thinks: bool) -> "_Beginning":
-        """Find what the answer to a prompt begins with.
+        """Return the beginning of the answer to a prompt.
 
         Args:
-            prompt: with the beginning that the client has, if there is one.
-            opened: the prompt ends within a thought.
-            thinks: whether the model may think.
+            prompt: with the client's beginning of the answer, if there is one.
+            opened: True if the prompt ends within a thought.
+            thinks: True if the model may think.
         """
         begun, thoughts = prompt.answer_start, self._format.thoughts
         if self._format.harmony:
@@ -279,7 +279,7 @@ class TaskPlanner:
         if opened and (begun or not thinks) and thoughts.end not in begun:
             if not begun.lstrip().startswith(thoughts.start):
                 return _Beginning(f"{thoughts.end}\n\n{begun}")
-            # The client begins the thought that the prompt opens.
+            # The client continues the thought that the prompt opens.
             begun = begun.lstrip().removeprefix(thoughts.start)
         marks = begun.rfind(thoughts.start) - begun.rfind(thoughts.end)
         in_thought = marks > 0 if marks else opened
@@ -292,7 +292,7 @@ class TaskPlanner:
         if budget is None or not (form.harmony or form.thoughts):
             return None
         reader = form.reader((), opened=beginning.in_thought, begun=beginning.in_answer)
-        # A grammar has the channel that follows.
+        # The grammar contains the following channel.
         end = f"{THOUGHT_END}{'' if after else FINAL_CHANNEL}"
         if form.thoughts:
             end = f"\n{form.thoughts.end}\n\n"
@@ -331,7 +331,7 @@ class TaskPlanner:
             raise to_field_error(error) from error
 
     def _write_text(self, prompt: PromptInput) -> str:
-        """The text that the model continues."""
+        """Return the text that the model continues."""
         if not prompt.suffix:
             return prompt.text
         text = self._text.fill_in(prompt.text, prompt.suffix)
@@ -341,7 +341,7 @@ class TaskPlanner:
         return text
 
     def _template_options(self, task: Task, *, thinks: bool) -> dict[str, Any]:
-        """The variables of the chat template, those about thinking included."""
+        """Return the variables of the chat template, including those about thinking."""
         check_free_form(task.template_options, "chat_template_kwargs")
         options = dict(task.template_options)
         thinking = task.thinking
@@ -351,7 +351,7 @@ class TaskPlanner:
             enabled = False
         template = self._text.template
         if thinking.effort and "reasoning_effort" in template:
-            # gpt-oss knows three efforts.
+            # gpt-oss has three efforts.
             known = thinking.effort if thinking.effort in ("low", "medium") else "high"
             low = thinking.effort in ("none", "minimal")
             options.setdefault("reasoning_effort", "low" if low else known)
@@ -378,7 +378,7 @@ def make_sampling(
     penalties: dict[str, float | None] | None = None,
     **given: Any,
 ) -> Sampling:
-    """The defaults with what a request says; None is the same as not given."""
+    """Return the defaults overridden by a request's values; None means not given."""
     if bias and not all(token.isdecimal() and int(token) < 2**31 for token in bias):
         raise invalid("logit_bias", "keys are token ids")
     asked: dict[str, Any] = {
@@ -389,7 +389,7 @@ def make_sampling(
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(
         defaults,
-        # -1 is a random one, as for llama.cpp.
+        # -1 means random, as for llama.cpp.
         seed=secrets.randbits(31) if seed in (None, -1) else seed % 2**63,
         logits_options=merge_options(defaults.logits_options, asked),
         **fit_filters(chosen),

@@ -1,7 +1,7 @@
-"""What a model's chat template and tokens say about its answers.
+"""Facts about a model's answers, from its chat template and tokens.
 
-Read from the model folder, without `transformers`. The orchestrator renders prompts; here only
-the question is answered how a prompt ends, because an answer may begin within a thought.
+They are read from the model folder without `transformers`. The orchestrator renders prompts; the
+gateway only needs to know how a prompt ends, because an answer may start within a thought.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _RENDER_S = 0.5
 _RENDER_BYTES = 512 << 20
-"""Far more than any template takes for a few words."""
+"""Far more than any template needs for a few words."""
 
 _PREFIX_FIRST = "{0}{prefix}{1}{suffix}{2}"
 _SUFFIX_FIRST = "{1}{suffix}{0}{prefix}"
@@ -32,7 +32,7 @@ _FILL_IN = (
     (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), _PREFIX_FIRST),  # noqa: RUF001
     (("[PREFIX]", "[SUFFIX]"), _SUFFIX_FIRST),
 )
-"""Tokens by which models fill in a text, and how they stand."""
+"""Tokens for filling in a text, and their order."""
 
 _PROBE = "What is the answer to this question?"
 _CALLS = {"call": 1, "calls": 2, "said": 1}
@@ -51,14 +51,14 @@ class ProbeStyle(NamedTuple):
     """How calls and results of a conversation are written."""
 
     has_tools: bool = False
-    """Whether the request has tools."""
+    """True if the request has tools."""
     short_ids: bool = False
-    """Whether ids have nine letters and digits, as Mistral's templates insist."""
+    """True if ids have nine letters and digits, as Mistral's templates require."""
     named: bool = False
-    """Whether results name the tool."""
+    """True if results name the tool."""
 
     def make_id(self, number: int) -> str:
-        """The id of a call."""
+        """Return the id of a call."""
         return f"probe{number:04}" if self.short_ids else f"call_probe_{number:012}"
 
 
@@ -72,7 +72,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of `tokenizer.json`, which may have many megabytes."""
+    """The fields used of `tokenizer.json`, which may have many megabytes."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -95,23 +95,23 @@ class ModelText:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether its prompts can list tools."""
+        """True if its prompts can list tools."""
         return "tools" in self.template
 
     @cached_property
     def _names_tools(self) -> bool:
-        """Return whether a plain prompt lists the tools by name."""
+        """Return True if a plain prompt lists the tools by name."""
         text = _render(self.template, ("user",), b"{}", ProbeStyle(has_tools=True))
         return str(_TOOL["function"]["name"]) in text
 
     @cached_property
     def added_tokens(self) -> dict[str, bool]:
-        """Tokens beside the vocabulary proper, and whether each is special (hidden in text)."""
+        """Added tokens, and whether each is special (hidden in text)."""
         return {token.content: token.special for token in self._added}
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The ids of those that grammars do not take for text: llguidance's rule."""
+        """The ids of those that grammars do not treat as text: llguidance's rule."""
         return {token.content: token.id for token in self._added if _is_special(token)}
 
     @cached_property
@@ -126,22 +126,24 @@ class ModelText:
             return []
 
     def fill_in(self, prefix: str, suffix: str) -> str | None:
-        """The prompt for what stands between the two; None if the model has no tokens for it."""
+        """Return the prompt for filling in between the two; None if the model has no tokens for
+        it.
+        """
         for marks, layout in _FILL_IN:
             if all(mark in self.added_tokens for mark in marks):
                 return layout.format(*marks, prefix=prefix, suffix=suffix)
         return None
 
     def prompt_end(self, options: Mapping[str, Any]) -> str:
-        """What the template puts between the user's last word and the answer.
+        """Return what the template puts between the user's last word and the answer.
 
-        Empty if that cannot be found out.
+        It is empty if that cannot be determined.
         """
         encoded = msgspec.json.encode(options, order="sorted")
         return _render(self.template, ("user",), encoded).rpartition(_PROBE)[2]
 
     def shows(self, *turns: str, style: ProbeStyle = PLAIN) -> bool:
-        """Return whether a conversation of these turns is taken, and nothing in it left out.
+        """Return True if a conversation of these turns is accepted and rendered completely.
 
         Args:
             turns: roles; `call` and `calls` are the assistant's with one call or two, `said` one
@@ -160,7 +162,7 @@ class ModelText:
 def _render(
     template: str, turns: tuple[str, ...], options: bytes, style: ProbeStyle = PLAIN
 ) -> str:
-    """A prompt in which each turn is the probe; empty if there is none."""
+    """Render a prompt in which each turn is the probe; empty if that fails."""
     if not template:
         return ""
     try:
@@ -171,7 +173,7 @@ def _render(
                 tools=[_TOOL] if style.has_tools else None,
                 **msgspec.json.decode(options),
             )
-    # A template is a program of the model's makers: anything may go wrong in it.
+    # A template is the model author's program: it can fail in any way.
     except Exception as error:  # noqa: BLE001
         why = str(error) or type(error).__name__
         _log.info("the chat template refuses the turns %s: %s", ", ".join(turns), why)

@@ -1,4 +1,4 @@
-"""An answer as it comes in: thoughts, text and calls of tools."""
+"""An answer as it arrives: thoughts, text and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ from services.gateway.tools.harmony import HarmonyReader
 from services.gateway.tools.reader import ToolReader
 
 Part = Thought | str | ParsedCall
-"""A piece of a thought, a piece of the answer's text, or a call of a tool."""
+"""A piece of a thought, a piece of the answer's text, or a tool call."""
 
 
 class AnswerReader(Protocol):
-    """Splits an answer's text, which comes in pieces, into its parts."""
+    """Splits an answer's streamed text into its parts."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what came last is within a thought."""
+        """True if the latest text is within a thought."""
         ...
 
     def push(self, text: str) -> Sequence[Part]:
-        """The parts that are certain, in order."""
+        """Return the parts that are certain, in order."""
         ...
 
     def end(self, *, cut_off: bool = False) -> Sequence[Part]:
-        """What was held back, once no more text comes; `cut_off`: by a limit."""
+        """Return what was held back, once the text has ended; `cut_off`: by a limit."""
         ...
 
 
 class PartsReader:
-    """Thoughts first, then calls in what remains."""
+    """Reads thoughts first, then calls in the remaining text."""
 
     def __init__(self, thoughts: ThoughtReader | None, tools: ToolReader | None) -> None:
         self._thoughts = thoughts
@@ -42,15 +42,15 @@ class PartsReader:
 
     @property
     def is_thinking(self) -> bool:
-        """See `AnswerReader`."""
+        """True while the thought reader is within a thought."""
         return self._thoughts is not None and self._thoughts.is_thinking
 
     def push(self, text: str) -> Sequence[Part]:
-        """See `AnswerReader`."""
+        """Return the parts that are certain, in order."""
         return self._read_calls(self._thoughts.push(text) if self._thoughts else [text])
 
     def end(self, *, cut_off: bool = False) -> Sequence[Part]:
-        """See `AnswerReader`."""
+        """Return what both readers held back."""
         parts = self._read_calls(self._thoughts.end()) if self._thoughts else []
         return [*parts, *(self._tools.end(cut_off=cut_off) if self._tools else [])]
 
@@ -71,7 +71,7 @@ class AnswerFormat(NamedTuple):
     thoughts: ThoughtFormat | None = None
     harmony: bool = False
     special_marks: bool = False
-    """Whether marks are special tokens, which are not text unless that is asked for."""
+    """True if marks are special tokens, which are text only on request."""
 
     def reader(
         self,
@@ -81,13 +81,13 @@ class AnswerFormat(NamedTuple):
         begun: bool = False,
         bare_calls: bool = True,
     ) -> AnswerReader:
-        """A reader for one answer.
+        """Return a reader for one answer.
 
         Args:
             functions: those that may be called.
             opened: the prompt ends within a thought.
-            begun: it ends within the answer, of which the client has the beginning.
-            bare_calls: whether an answer that is one JSON object may be a call.
+            begun: the prompt ends within the answer, whose beginning the client has.
+            bare_calls: an answer that is one JSON object may be a call.
         """
         if self.harmony:
             return HarmonyReader(begun=begun)
@@ -97,7 +97,7 @@ class AnswerFormat(NamedTuple):
 
 
 def find_answer_format(text: ModelText) -> AnswerFormat:
-    """The format of a model."""
+    """Return the answer format of a model."""
     if "<|channel|>" in text.template and "<|message|>" in text.template:
         return AnswerFormat(harmony=True, special_marks=True)
     tools, thoughts = find_tool_format(text), find_thought_format(text)
@@ -109,14 +109,14 @@ def find_answer_format(text: ModelText) -> AnswerFormat:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one message adds."""
+    """The addition of one message."""
 
     parts: Sequence[Part] = ()
     first_call: int = 0
-    """How many calls came before these."""
+    """Number of calls before these."""
     logprobs: list[Logprobs] = field(default_factory=list)
     origins: list[tuple[str, str]] = field(default_factory=list)
-    """Where each token came from, and the text that became certain with it."""
+    """The origin of each token, and the text that became certain with it."""
 
     @property
     def content(self) -> str:
@@ -138,11 +138,11 @@ class Transcript:
     """One answer."""
 
     def __init__(self, reader: AnswerReader, *, one_call: bool = False) -> None:
-        """`one_call`: only the first call is taken; the client wants no more."""
+        """Start a transcript; `one_call`: keep only the first call."""
         self._reader = reader
         self._one_call = one_call
         self.parts: list[Part] = []
-        """Neighbouring pieces of one kind are joined."""
+        """Adjacent pieces of one kind are joined."""
         self.calls: list[ParsedCall] = []
         self.logprobs: list[Logprobs] = []
         self.tokens = 0
@@ -160,11 +160,11 @@ class Transcript:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls, of which none was cut off."""
+        """True if there are calls, none of them truncated."""
         return bool(self.calls) and all(call.complete for call in self.calls)
 
     def push(self, text: Text) -> Piece:
-        """Take in newly emitted text."""
+        """Add newly generated text."""
         parts: list[Part] = []
         for number, piece in enumerate(text.pieces):
             thinking = self._reader.is_thinking
@@ -178,7 +178,7 @@ class Transcript:
         return self._add(parts, text.logprobs, origins)
 
     def end(self, *, cut_off: bool = False) -> Piece:
-        """What was held back until it was clear what it is; `cut_off`: by a limit."""
+        """Add what was held back until the end; `cut_off`: by a limit."""
         return self._add(self._reader.end(cut_off=cut_off), [], [])
 
     def _add(

@@ -1,9 +1,9 @@
-"""Conversations in the shape that a model's chat template takes.
+"""Conversations in a form that a model's chat template accepts.
 
-Clients repeat whatever came about: two turns of one role, a result and a text in one message,
-instructions late, calls that were interrupted. Many templates refuse such conversations, or leave
-a part of them out without a word. Each shape is tried with the template once, on a few words; a
-conversation is changed only where the template does not show it as it is.
+Clients send whatever happened: two turns of one role, a result and a text in one message, late
+instructions, interrupted calls. Many templates refuse such conversations, or silently drop a part
+of them. Each form is tried with the template once, on a few words; a conversation is changed only
+where the template does not render it as it is.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ class TurnFitter:
     def fit(
         self, messages: Sequence[ChatMessage], functions: Sequence[ToolFunction]
     ) -> tuple[Turns, list[dict[str, Any]]]:
-        """The messages, and the tools as the template lists them.
+        """Return the messages, and the tools as the template lists them.
 
-        Tools are text within the messages if the template does not know them, or does not show
-        calls and results.
+        Tools become text within the messages if the template does not support them, or does not
+        render calls and results.
         """
         tools = [function.describe() for function in functions]
         turns = list(messages)
@@ -51,7 +51,7 @@ class TurnFitter:
         return turns, tools
 
     def _find_style(self, *, has_tools: bool, called: bool) -> ProbeStyle | None:
-        """How the template wants calls and results to be written; None: it shows none."""
+        """Return how the template expects calls and results; None if it renders none."""
         known = "tool_calls" in self._text.template and self._text.shows("user")
         if not called or not known:
             return ProbeStyle(has_tools=has_tools)
@@ -86,7 +86,7 @@ class TurnFitter:
         return turns
 
     def _fit_system(self, turns: Turns, style: ProbeStyle) -> Turns:
-        """System messages where the template takes them; elsewhere they are the user's."""
+        """Keep system messages where the template accepts them; make others the user's."""
         leads = turns[0].role == "system" if turns else False
         roles = ("system", "user")[: len(turns)]
         if leads and not self._text.shows(*roles, style=style):
@@ -98,7 +98,7 @@ class TurnFitter:
         return turns
 
     def _takes_late_system(self, *, leads: bool) -> bool:
-        """Return whether instructions may be anywhere; some places are taken by accident."""
+        """Return True if instructions may be anywhere; some places are accepted by accident."""
         first = ("system",) if leads else ()
         places = (
             ("user", "system", "user"),
@@ -108,7 +108,7 @@ class TurnFitter:
         return all(self._text.shows(*first, *place) for place in places)
 
     def _fit_roles(self, turns: Turns, style: ProbeStyle) -> Turns:
-        """Turns that alternate, if the template wants them to."""
+        """Return alternating turns, if the template requires them."""
         shows = self._text.shows
         if any(map(_is_empty, turns)) and not shows("user", "empty", "user"):
             turns = [turn for turn in turns if not _is_empty(turn)]
@@ -129,7 +129,7 @@ class TurnFitter:
 
 
 def _is_empty(turn: ChatMessage) -> bool:
-    """Return whether the assistant neither said nor called anything."""
+    """Return True if the assistant neither said nor called anything."""
     return turn.role == "assistant" and not turn.content and not turn.tool_calls
 
 
@@ -138,7 +138,7 @@ def _by_user(turn: ChatMessage) -> ChatMessage:
 
 
 def _join(turns: Turns, role: str) -> Turns:
-    """Neighbours of this role, in which nothing is called, are one turn."""
+    """Merge adjacent turns of this role that call nothing."""
     joined: Turns = []
     for turn in turns:
         last = joined[-1] if joined else None
@@ -162,7 +162,7 @@ def _paragraphs(*texts: str) -> str:
 
 
 def _fold_into_results(turns: Turns) -> Turns:
-    """Append what the user says after a result to that result."""
+    """Append the user's text after a result to that result."""
     folded: Turns = []
     for turn in turns:
         if folded and folded[-1].role == "tool" and turn.role == "user":
@@ -173,7 +173,7 @@ def _fold_into_results(turns: Turns) -> Turns:
 
 
 def _shorten_ids(turn: ChatMessage) -> ChatMessage:
-    """With ids of nine letters and digits."""
+    """Return the turn with ids of nine letters and digits."""
     calls = [{**call, "id": _shorten(call.get("id") or "")} for call in turn.tool_calls]
     call_id = _shorten(turn.tool_call_id) if turn.role == "tool" else ""
     return replace(turn, tool_calls=calls, tool_call_id=call_id)
@@ -186,7 +186,7 @@ def _shorten(call_id: str) -> str:
 
 
 def _name_results(turns: Turns) -> Turns:
-    """With the name of the tool in each result."""
+    """Add the name of the tool to each result."""
     names = {call.get("id"): call["function"]["name"] for turn in turns for call in turn.tool_calls}
     return [
         replace(turn, name=turn.name or names.get(turn.tool_call_id, ""))
@@ -197,7 +197,7 @@ def _name_results(turns: Turns) -> Turns:
 
 
 def _split_calls(turns: Turns) -> Turns:
-    """Each call is a turn of its own, which its results follow."""
+    """Give each call its own turn, followed by its results."""
     split: Turns = []
     place = 0
     while place < len(turns):
@@ -218,7 +218,7 @@ def _split_calls(turns: Turns) -> Turns:
 
 
 def _write_unanswered(turns: Turns) -> Turns:
-    """Calls that no result follows are text, unless they are the last turn."""
+    """Write calls without results as text, unless they are the last turn."""
     following = [*(turn.role for turn in turns[1:]), "tool"]
     return [
         write_calls(turn) if turn.tool_calls and after != "tool" else turn
@@ -227,7 +227,7 @@ def _write_unanswered(turns: Turns) -> Turns:
 
 
 def _write_orphans(turns: Turns) -> Turns:
-    """Results that no call precedes are text of the user's."""
+    """Write results without a preceding call as text of the user's."""
     written: Turns = []
     answers_call = False
     for turn in turns:
@@ -237,12 +237,12 @@ def _write_orphans(turns: Turns) -> Turns:
 
 
 def _say_apart(turns: Turns) -> Turns:
-    """Make what is said before a call a turn of its own."""
+    """Make text before a call a separate turn."""
     return [part for turn in turns for part in _split_said(turn)]
 
 
 def _say_later(turns: Turns) -> Turns:
-    """Move what is said before calls to the answer after them, if there is one yet."""
+    """Move text before calls to the answer after them, if there is one yet."""
     later: Turns = []
     said, place = "", 0
     for turn in turns:

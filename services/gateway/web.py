@@ -1,4 +1,4 @@
-"""The page at `/`: the stack's state, and a chat whose tokens show where they came from."""
+"""The page at `/`: the stack's state, and a chat whose tokens show their origin."""
 
 import base64
 import hashlib
@@ -15,16 +15,16 @@ def _read(name: str) -> str:
 
 
 _SOURCE = re.sub(r"{{ ([a-z.]+) }}", lambda part: _read(part[1]), _read("page.html"))
-"""With its style and its scripts in their places."""
+"""The page with its style and scripts inlined."""
 
 
 def render_page() -> HTMLResponse:
-    """One self-contained document; its policy forbids the browser to load anything else."""
+    """Return one self-contained document; its policy forbids the browser to load anything else."""
     return HTMLResponse(_SOURCE, headers={"Content-Security-Policy": _POLICY})
 
 
 def _hash_of(element: str) -> str:
-    """What allows the inline script or style and no other."""
+    """Return the hash that allows this inline script or style and no other."""
     [content] = re.findall(f"<{element}>(.*?)</{element}>", _SOURCE, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -48,9 +48,7 @@ class KVStore:
         """Set while CPU kernels may write its slots in place."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
         self.is_plain = slots and not bucketed and self._narrowest is None
-        """True if every layer has all slots up to the frame's end, and its tokens attend to all of
-        them.
-        """
+        """True if the tokens of every layer attend to all slots up to the frame's end."""
 
     def reside(self, heads: int, size: int) -> ResidentSlots:
         """Move the frame into buffers that CPU kernels write in place.

@@ -1,4 +1,4 @@
-"""Check what must be the same on all ranks before they compute together; works without MLX."""
+"""Check that all ranks have the same build before they compute together; works without MLX."""
 
 import hashlib
 from importlib.metadata import version
@@ -13,7 +13,7 @@ _SUFFIXES = (".safetensors", ".gguf")
 
 
 def build_of(model: str) -> Build:
-    """This process's versions, and the digest of its copy of the model; "" is no model.
+    """Return this process's versions and the digest of its copy of the model; "" means no model.
 
     Raises:
         ModelError: there is no such model folder.
@@ -27,7 +27,7 @@ def build_of(model: str) -> Build:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash the configuration, and of each weights file its size and 64 samples of 64 KiB.
+    """Hash the configuration, and the size and 64 samples of 64 KiB of each weights file.
 
     Reading all of a large model would take minutes; files of up to 4 MiB are read completely.
     """

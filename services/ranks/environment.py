@@ -1,7 +1,7 @@
-"""The variables by which each backend of `mx.distributed` finds its ranks.
+"""The environment variables by which each backend of `mx.distributed` finds its ranks.
 
-The same ones as `mlx.launch` sets. MLX reads them when the group is formed, so every rank
-sets its own before that.
+They are those that `mlx.launch` sets. MLX reads them when the group is formed, so every rank sets
+its own before that.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ class Variables(NamedTuple):
 
     plain: dict[str, str]
     files: dict[str, str]
-    """Variables that name files, and the contents of these."""
+    """Variables that name files, and the contents of these files."""
 
 
 class Ports(Closeable):
-    """Ports on loopback that are ours from now on, and that MLX can listen on all the same.
+    """Loopback ports reserved for this process, on which MLX can still listen.
 
-    What is bound without listening may be bound again by who asks for reuse, as MLX does. To
-    others the port is taken, and the system gives it to no one who asks for any.
+    A port that is bound without listening can be bound again with SO_REUSEADDR, as MLX does. To
+    others the port is taken, and the system does not assign it to anyone asking for any port.
     """
 
     def __init__(self, count: int) -> None:
@@ -39,27 +39,27 @@ class Ports(Closeable):
             one = socket.socket()
             self._sockets.append(one)
             one.bind(("127.0.0.1", 0))
-            # Afterwards: two that ask for reuse and for any port could be given the same.
+            # Set after binding: two sockets that reuse addresses could get the same free port.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.numbers.append(int(one.getsockname()[1]))
 
     def close(self) -> None:
-        """Let go of those that MLX does not use; safe to call twice."""
+        """Release the ports that MLX does not use; safe to call twice."""
         for one in self._sockets:
             one.close()
         self._sockets = []
 
 
 def hold_ports(settings: RankGroupSettings) -> Ports:
-    """Reserve the ports of ranks on this machine; to be held until they have met."""
+    """Reserve the ports of ranks on this machine, to be held until the group is formed."""
     if not _on_loopback(settings):
         return Ports(0)
     return Ports(len(settings.hosts) if settings.backend == "ring" else 1)
 
 
 def variables_of(settings: RankGroupSettings, ports: Ports) -> list[Variables]:
-    """The variables of each rank.
+    """Return the variables of each rank.
 
     Raises:
         UsageError: the hosts lack what the backend needs.
@@ -134,7 +134,7 @@ def _ips(host: RankHost, backend: str) -> Sequence[str]:
 
 @contextlib.contextmanager
 def export_variables(variables: Variables) -> Iterator[None]:
-    """Put the variables into this process's environment; their files last as long as this."""
+    """Set the variables in this process's environment; their files exist as long as the context."""
     with contextlib.ExitStack() as files:
         for name, content in variables.files.items():
             file = files.enter_context(tempfile.NamedTemporaryFile("w", prefix="ssd-ranks-"))

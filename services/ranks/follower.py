@@ -35,9 +35,11 @@ _BEGIN_S = 600.0
 
 
 class LeaderChannel:
-    """The way to rank 0. From `watch` on a thread reads it and beats, also during a collective.
+    """The channel to rank 0.
 
-    Without rank 0 this process has no purpose, so its end is ours, whatever hangs here.
+    From `watch` on, a thread reads it and sends beats, also during a collective.
+
+    Without rank 0 this process has no purpose, so it ends with rank 0, even if it hangs.
     """
 
     def __init__(self, pipes: Pipes) -> None:
@@ -51,7 +53,7 @@ class LeaderChannel:
             self._pipe.send(message)
 
     def first(self) -> Join:
-        """The first message; errors as for `PipeChannel.receive`."""
+        """Return the first message; errors as for `PipeChannel.receive`."""
         message = self._pipe.receive(_JOIN_S, "first message of rank 0")
         if not isinstance(message, Join):
             raise ProtocolError(f"rank 0 sent {type(message).__name__} before Join")
@@ -62,7 +64,7 @@ class LeaderChannel:
         threading.Thread(target=self._read, args=(silence_s,), name="rank 0", daemon=True).start()
 
     def receive(self, timeout_s: float | None = None) -> ToFollower:
-        """The next message but beats; None waits as long as rank 0 lives."""
+        """Return the next message other than a beat; None waits as long as rank 0 lives."""
         try:
             return self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -99,7 +101,7 @@ def _leave(reason: str) -> None:
 
 
 def follow(leader: LeaderChannel) -> None:
-    """Do as rank 0 does until it says end.
+    """Repeat rank 0's passes until it sends End.
 
     Raises:
         SsdError: this rank cannot take part, or a pass failed here.
@@ -117,7 +119,7 @@ def follow(leader: LeaderChannel) -> None:
 
 def _serve(join: Join, leader: LeaderChannel) -> None:
     variables = Variables(join.environment, join.files)
-    # Which GPUs there are is settled when MLX is imported, which must be after the BLAS.
+    # MLX enumerates GPUs on import, which must come after the BLAS.
     with export_variables(variables):
         from services.ranks.sharding import join_group  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Rank 0's side of a group: start the followers, agree with them, announce passes, watch them."""
+"""Rank 0's side of a group: start the followers, compare builds, announce passes, watch them."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ from services.ranks.process import RankProcess
 from services.ranks.watch import FollowerWatch
 
 _LOAD_S = 3600.0
-"""Longest wait for all parts to be in memory; the supervisor's own limit is the shorter one."""
+"""Longest wait for all parts to be loaded; the supervisor's own limit is shorter."""
 _EXPLAIN_S = 2.0
 _WITNESS = 0.01
-"""Relative difference of the trial's logits; ranks may round differently."""
+"""Relative difference of the probe's logits; ranks may round differently."""
 
 M = TypeVar("M", bound=Message)
 
@@ -54,7 +54,7 @@ class RankGroup(Closeable):
         self._settings = group
         self._loads = loads
         self.device = _device_of(settings.device)
-        """Of all ranks; which GPU each of them sees is a matter of its variables."""
+        """Device of all ranks; their variables decide which GPU each of them sees."""
         self._ports = hold_ports(group)
         self._followers: list[RankProcess] = []
         self._watch: FollowerWatch | None = None
@@ -99,13 +99,15 @@ class RankGroup(Closeable):
             follower, lambda: follower.receive(deadline.remaining, "first message")
         )
         if not isinstance(answer, Joined):
-            raise ProtocolError(f"{follower.name} sent {type(answer).__name__} at first")
+            raise ProtocolError(
+                f"{follower.name} sent {type(answer).__name__} as its first message"
+            )
         follower.remote_pid = answer.pid
         if different := difference(self._build, answer.build):
             raise ModelError(f"{follower.name} has {different}; make them the same")
 
     def _guard(self, follower: RankProcess, step: Callable[[], M | None]) -> M | None:
-        """Do a step of the start; its errors name the host."""
+        """Run a step of the start; its errors name the host."""
         try:
             answer = step()
         except StreamEnded as error:
@@ -121,7 +123,7 @@ class RankGroup(Closeable):
         return answer
 
     def begin(self) -> None:
-        """Let the followers form the group and load; do the same right after this."""
+        """Let the followers form the group and load; do the same here right afterwards."""
         for follower in self._followers:
             self._guard(follower, partial(follower.send, Begin()))
         self._watch = FollowerWatch(
@@ -155,7 +157,7 @@ class RankGroup(Closeable):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that fit into the memory of every rank; 0 means any number."""
+        """Tokens of KV that fit into the memory of every rank; 0 means unlimited."""
         return min((f.kv_tokens for f in self._facts if f.kv_tokens), default=0)
 
     @property
@@ -180,7 +182,7 @@ class RankGroup(Closeable):
         ]
 
     def announce(self, message: Pass | Prove) -> None:
-        """Tell the followers which pass comes next."""
+        """Announce the next pass to the followers."""
         for follower in self._followers:
             try:
                 follower.send(message)
@@ -188,13 +190,13 @@ class RankGroup(Closeable):
                 raise BackendLost(self.explain(error)) from error
 
     def explain(self, error: Exception) -> str:
-        """Explain why the group ended; the watch, which knows the lost rank, may end us here."""
+        """Explain why the group ended; the watch, which knows the lost rank, may exit first."""
         if self._watch is not None:
             self._watch.wait_for_verdict(_EXPLAIN_S)
         return f"a forward pass failed on all ranks: {error}"
 
     def _give_up(self, reason: str, exit_code: int) -> None:
-        """End this process from the watching thread: the working one may hang in a collective."""
+        """End this process from the watch thread: the worker thread may hang in a collective."""
         sys.stderr.write(f"{ERROR_PREFIX}{reason}\n")
         sys.stderr.flush()
         _end(self._followers, 0.0)

@@ -1,4 +1,4 @@
-"""How fast the way from each rank to the next one is."""
+"""Measure the speed of the link from each rank to the next."""
 
 import time
 from collections.abc import Callable
@@ -11,10 +11,10 @@ _LARGE_BYTES = 1 << 21
 
 
 def measure_link(group: mx.distributed.Group) -> tuple[float, float]:
-    """Latency in ms (half of there and back) and MB/s to the next rank; all ranks take part.
+    """Return latency in ms (half a round trip) and MB/s to the next rank; all ranks take part.
 
-    One pair after the other: each rank is asked and answered by its neighbour while the rest
-    wait. On CUDA, MLX can only compute with all ranks at once; there a sum over all is timed.
+    Pairs are measured one after the other: a rank and its neighbour exchange arrays while the rest
+    wait. On CUDA, MLX can compute only with all ranks at once; there a sum over all is timed.
     """
     if mx.default_device() != mx.cpu and mx.cuda.is_available():
         return _measure(lambda array: mx.eval(mx.distributed.all_sum(array, group=group)))
@@ -39,7 +39,7 @@ def _ask(group: mx.distributed.Group, peer: int) -> tuple[float, float]:
 
 
 def _measure(exchange: Callable[[mx.array], None]) -> tuple[float, float]:
-    """Milliseconds of a small exchange, and MB/s of a large one beyond that."""
+    """Return the milliseconds of a small exchange, and the MB/s of a large one on top of that."""
     small, large = mx.zeros(1), mx.zeros(_LARGE_BYTES // 4)
 
     def once(array: mx.array) -> float:
@@ -47,7 +47,7 @@ def _measure(exchange: Callable[[mx.array], None]) -> tuple[float, float]:
         exchange(array)
         return time.perf_counter() - started
 
-    # The best of several: what else the machines do is not a property of the link.
+    # Take the best of several: other load on the machines is not a property of the link.
     mx.eval(small, large)
     small_s = min(once(small) for _ in range(_SMALL_ROUNDS))
     large_s = min(once(large) for _ in range(_LARGE_ROUNDS))

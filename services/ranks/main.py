@@ -1,6 +1,6 @@
 """`python -m services.ranks.main`: a follower in a group of ranks, started by rank 0.
 
-It is spoken to on standard input and output; the end of its input is a clean exit.
+It is controlled over standard input and output; the end of its input is a clean exit.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """The process's exit code."""
+    """Run a follower and return the process's exit code."""
 
     _end_with_parent()
 
@@ -41,9 +41,9 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process with the one that started it, where it can (Linux).
+    """Have the kernel kill this process when its parent dies, where it can (Linux).
 
-    The end of our input ends us too, but not while we are stopped.
+    The end of the input ends this process too, but not while it is stopped.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

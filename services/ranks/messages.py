@@ -1,7 +1,7 @@
 """Messages between rank 0 and its followers, over the followers' standard input and output.
 
-Arrays never travel here: MLX's collectives carry them. Rank 0 says which forward pass comes
-next, and on which sequences; that is all a follower needs to keep the same KV.
+Arrays are not sent here: MLX's collectives carry them. Rank 0 announces the next forward pass and
+its sequences; followers need nothing else to keep the same KV.
 """
 
 import msgspec
@@ -20,18 +20,18 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     environment: dict[str, str]
     """Variables that MLX reads when the group is formed."""
     files: dict[str, str]
-    """Variables that name files, and what is to stand in these."""
+    """Variables that name files, and the contents of these files."""
     model: str
     """Folder of the model, the same path on every machine."""
     loads: bool
-    """Whether the model is loaded; otherwise the links are measured, and that is all."""
+    """True to load the model; otherwise only the links are measured."""
     split: RankSplit
     beside: int
     """Ranks that share the memory of this machine."""
     device: Device
     cores: list[int]
     threads: int
-    """Of the BLAS; 0 leaves it to the follower, which knows its machine."""
+    """Threads of the BLAS; 0 leaves the number to the follower."""
     kv_bytes: int
     log_level: LogLevel
     meet_timeout_s: float
@@ -46,7 +46,7 @@ class Joined(Message, frozen=True, tag="joined", kw_only=True):
 
 
 class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Versions and files that make two processes compute the same."""
+    """Versions and files that must agree for two processes to compute the same."""
 
     ssd: str
     mlx: str
@@ -70,28 +70,28 @@ class RankFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     compute_unit: str
     shares_passes: bool
-    """Whether its part takes several sequences in a pass."""
+    """True if its part takes several sequences in a pass."""
     kv_tokens: int
-    """Tokens of KV that fit into its memory; 0 means any number."""
+    """Tokens of KV that fit into its memory; 0 means unlimited."""
     weight_bytes: int
     free_bytes: int
-    """What is left of its memory, or of its share of its machine's."""
+    """Free memory of the rank, or of its share of the machine."""
     latency_ms: float
-    """Of a small array to the next rank, there and back, halved."""
+    """Latency of a small array to the next rank: half a round trip."""
     mbytes_per_s: float
-    """Of a large one."""
+    """Bandwidth of a large array to the next rank."""
     read_bytes_s: float = 0.0
-    """How fast it reads weights; 0: not measured."""
+    """Speed of reading weights; 0 means not measured."""
     part: str = ""
-    """Its layers, for people: 0-11, or 1/2 of all."""
+    """Its layers in words: 0-11, or 1/2 of all."""
     pass_ms: float = 0.0
-    """Of a pass of one token over all ranks."""
+    """Time of a pass of one token over all ranks."""
     witness: float = 0.0
-    """Size of that pass's logits, which every rank must end in."""
+    """Magnitude of that pass's logits, which must agree on all ranks."""
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fork"):
-    """Store `number` begins with the first `length` tokens of store `parent`."""
+    """Store `number` starts with the first `length` tokens of store `parent`."""
 
     number: int
     parent: int
@@ -105,7 +105,7 @@ class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drop"):
 
 
 class SequencePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sequence's tokens in a pass: `count` of them, behind the first `start` of its store."""
+    """One sequence's tokens in a pass: `count` of them, after the first `start` of its store."""
 
     number: int
     start: int
@@ -113,24 +113,24 @@ class SequencePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pass(Message, frozen=True, tag="pass", kw_only=True):
-    """Rank 0 -> follower: the next forward pass. No answer: the collectives are the answer."""
+    """Rank 0 -> follower: the next forward pass. It has no reply but the collectives."""
 
     changes: list[Fork | Drop]
-    """To the stores, in their order, before the pass."""
+    """Changes to the stores, in order, before the pass."""
     parts: list[SequencePart]
     tokens: Tokens
     logits: bool
-    """Whether logits are wanted, or only the KV."""
+    """True if logits are needed, False if only the KV is."""
 
 
 class Prove(Message, frozen=True, tag="prove", kw_only=True):
-    """Rank 0 -> follower: the passes of `taps.assist` come next. No answer, as for Pass."""
+    """Rank 0 -> follower: the passes of `taps.assist` come next. No reply, as for Pass."""
 
     layers: list[int]
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """Either way: this process lives."""
+    """Both ways: this process is alive."""
 
 
 class End(Message, frozen=True, tag="end"):
@@ -138,7 +138,7 @@ class End(Message, frozen=True, tag="end"):
 
 
 class Left(Message, frozen=True, tag="left", kw_only=True):
-    """Follower -> rank 0: why it ends now."""
+    """Follower -> rank 0: the reason why it ends."""
 
     reason: str
     exit_code: int

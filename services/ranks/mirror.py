@@ -1,8 +1,8 @@
 """Forward passes of rank 0 that the followers repeat, each on its own part of the model.
 
-Rank 0 decides; a follower needs to know which tokens of which sequences go through the model
-next. Where a sequence was trimmed follows from where its next tokens start. So the whole
-interface is a pass, plus the forks and drops of stores since the last one.
+Rank 0 decides; a follower needs to know which tokens of which sequences go through the model next.
+Where a sequence was trimmed follows from where its next tokens start. The whole interface is
+therefore a pass, plus the forks and drops of stores since the last one.
 """
 
 import weakref
@@ -19,41 +19,41 @@ from services.ranks.messages import Drop, Fork, Pass, SequencePart
 
 
 class Announcer(Protocol):
-    """The way to the followers."""
+    """A channel to the followers."""
 
     def announce(self, message: Pass) -> None:
-        """Tell all followers; raises BackendLost if one is gone."""
+        """Announce the pass to all followers; raises BackendLost if one is gone."""
         ...
 
     def explain(self, error: Exception) -> str:
-        """Why a pass failed on all ranks, as far as it can be found out."""
+        """Return why a pass failed on all ranks, as far as that can be determined."""
         ...
 
 
 class StoreLog:
-    """Changes of rank 0's stores that the followers have not been sent yet."""
+    """Changes of rank 0's stores that have not been sent to the followers yet."""
 
     def __init__(self) -> None:
         self._numbers = 0
         self._changes: list[Fork | Drop] = []
 
     def next_number(self) -> int:
-        """A number that no store has had."""
+        """Return a number that no store has had."""
         self._numbers += 1
         return self._numbers
 
     def add(self, change: Fork | Drop) -> None:
-        """Note a change; its place among the others is kept."""
+        """Append a change; order matters."""
         self._changes.append(change)
 
     def take(self) -> list[Fork | Drop]:
-        """All changes since the last call."""
+        """Return all changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
 
 class MirroredStore(KVStore):
-    """A store of rank 0, which has a twin on every follower."""
+    """A store of rank 0 that every follower mirrors."""
 
     def __init__(self, windows: Sequence[int | None], log: StoreLog, *, bucketed: bool) -> None:
         super().__init__(windows, bucketed=bucketed)
@@ -69,12 +69,12 @@ class MirroredStore(KVStore):
 
 
 class MirroredModel:
-    """Rank 0's part of a model; a call is announced to the followers, which do the same.
+    """Rank 0's part of a model; a call is announced to the followers, which repeat it.
 
     Args:
         module: rank 0's part.
-        ways: to the followers.
-        logits: whether callers want logits; without them only the KV is computed.
+        ways: channels to the followers.
+        logits: True if callers need logits; without them only the KV is computed.
     """
 
     def __init__(self, module: Any, log: StoreLog, ways: Announcer, *, logits: bool) -> None:
@@ -84,7 +84,8 @@ class MirroredModel:
         self._logits = logits
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """[1, n] tokens -> [1, n, vocabulary] logits, or [1, n, 0] without; all computed.
+        """Compute [1, n] tokens -> [1, n, vocabulary] logits, or [1, n, 0] without logits;
+        evaluated.
 
         Raises:
             BackendLost: a follower was lost, or its part failed; the group must end.
@@ -95,21 +96,21 @@ class MirroredModel:
             if not isinstance(store, MirroredStore) or store.frame.visible is not None:
                 raise ProtocolError("only chains of mirrored stores go through a group of ranks")
             parts.append(SequencePart(store.number, store.frame.start, store.frame.count))
-        # States that a drafter reads may be those of the last layer, which the KV do not need.
+        # A drafter may read states of the last layer, which the KV alone does not need.
         logits = self._logits or is_tapped(self._module)
         message = Pass(changes=self._log.take(), parts=parts, tokens=row, logits=logits)
         self._ways.announce(message)
         try:
             return run_pass(self._module, tokens, cache, logits=logits)
-        # Whatever it is: from here on the ranks may differ.
+        # After any error the ranks may differ.
         except Exception as error:
             raise BackendLost(self._ways.explain(error)) from error
 
 
 def run_pass(module: Any, tokens: mx.array, cache: Sequence[Any], *, logits: bool) -> mx.array:
-    """One rank's forward pass, completely computed.
+    """Run and evaluate one rank's forward pass.
 
-    All ranks must ask MLX for the same arrays in the same order: collectives meet by order.
+    All ranks must request the same arrays in the same order: collectives match by order.
     """
     made: mx.array = module(tokens, cache=cache)
     states = [store.caches for store in cache[0].stores]
@@ -129,13 +130,13 @@ class StoreTwins:
         return len(self._stores)
 
     def repeat(self, module: Any, message: Pass) -> None:
-        """Do rank 0's pass on this rank's part of the model."""
+        """Run rank 0's pass on this rank's part of the model."""
         self._apply(message.changes)
         caches = self._caches(message.parts)
         run_pass(module, mx.array(message.tokens)[None], caches, logits=message.logits)
 
     def _apply(self, changes: Sequence[Fork | Drop]) -> None:
-        """Do what rank 0 did to its stores; one that had no pass yet has no twin."""
+        """Apply rank 0's changes; a store without a pass so far has no twin."""
         for change in changes:
             match change:
                 case Fork(number=number, parent=parent, length=length):
@@ -144,7 +145,7 @@ class StoreTwins:
                     self._stores.pop(number, None)
 
     def _caches(self, parts: Sequence[SequencePart]) -> Sequence[Any]:
-        """The caches for a pass over these parts, with room for them."""
+        """Return the caches for a pass over these parts, with room for them."""
         stores = []
         for part in parts:
             store = self.store(part.number)
@@ -159,7 +160,7 @@ class StoreTwins:
         return stores[0].caches if len(stores) == 1 else pack_caches(stores)
 
     def store(self, number: int) -> KVStore:
-        """The twin of this store; an empty one for a number that had no pass yet."""
+        """Return the twin of this store; an empty one for a number without a pass so far."""
         if number not in self._stores:
             self._stores[number] = KVStore(self._windows, bucketed=self._bucketed)
         return self._stores[number]

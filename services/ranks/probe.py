@@ -1,6 +1,6 @@
 """`python -m services.ranks.probe SETTINGS`: start a group, measure its links, end it.
 
-One JSON object on standard output.
+The result is one JSON object on standard output.
 """
 
 import os
@@ -50,11 +50,11 @@ def probe(settings: RankProbeSettings) -> RankProbeResult:
 
 
 def main() -> int:
-    """The process's exit code."""
+    """Run the probe and return the process's exit code."""
 
     def body() -> None:
         out = os.dup(1)
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # output of libraries is not part of the answer
         result = probe(decode_settings(read_argument("rank probe"), RankProbeSettings))
         os.write(out, msgspec.json.encode(result) + b"\n")
 

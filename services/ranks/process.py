@@ -1,7 +1,7 @@
-"""A follower's process, here or behind ssh, and the two pipes that lead to it.
+"""A follower's process, local or over ssh, and the two pipes to it.
 
-ssh carries the pipes to another machine, so nothing of ours listens there and the messages are
-encrypted. The end of a follower's input is the end of the follower.
+ssh carries the pipes to another machine, so nothing listens there and the messages are encrypted. A
+follower exits at the end of its input.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from services.ranks.messages import End, FromFollower
 
 _MODULE = ["-P", "-m", "services.ranks.main"]
 _SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-"""Without a terminal, which would garble what is not text, and without questions."""
+"""No terminal, which would corrupt binary data, and no prompts."""
 _END_S = 1.0
 _KILL_S = 5.0
 
@@ -36,13 +36,13 @@ def command_for(host: RankHost, python: str) -> Sequence[str]:
 
 
 class RankProcess:
-    """One follower as rank 0 sees it; raises UsageError if it cannot be started."""
+    """One follower as seen by rank 0; raises UsageError if it cannot be started."""
 
     def __init__(self, rank: int, host: RankHost, python: str) -> None:
         self.rank = rank
         self.host = host
         self.remote_pid = 0
-        """Its number on its own machine, once it has joined."""
+        """Its process id on its own machine, once it has joined."""
         try:
             self._process = subprocess.Popen(
                 list(command_for(host, python)),
@@ -61,7 +61,7 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A readable name of the follower."""
         return f"rank {self.rank} on {self.host.name}"
 
     def send(self, message: Message) -> None:
@@ -74,11 +74,11 @@ class RankProcess:
         return self._way.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> FromFollower:
-        """The next message; errors as for `PipeChannel.receive`."""
+        """Return the next message; errors as for `PipeChannel.receive`."""
         return self._way.receive(timeout_s, what)
 
     def last_words(self) -> str:
-        """How it ended, and the last line that it or ssh left on standard error."""
+        """Return how it ended, and the last line that it or ssh wrote to standard error."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._log.join()
@@ -94,18 +94,18 @@ class RankProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line that it or ssh left on standard error."""
+        """The last line that it or ssh wrote to standard error."""
         return self._log.last
 
     def ask_to_end(self) -> None:
-        """Say goodbye, and end its input."""
+        """Send End, and close its input."""
         with contextlib.suppress(RuntimeFailure, OSError):
             self.send(End())
         with contextlib.suppress(OSError):
             _pipe(self._process.stdin).close()
 
     def end(self, timeout_s: float = _END_S) -> None:
-        """Wait for its end, then force it."""
+        """Wait for its exit, then kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ class RankProcess:
 
     def _kill(self) -> None:
         if not self.host.is_local and self.remote_pid:
-            # A process that is stopped does not see the end of its input.
+            # A stopped process does not notice the end of its input.
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(
                     [*_SSH, self.host.name, f"kill -KILL {self.remote_pid}"],

@@ -1,4 +1,4 @@
-"""One rank's part of a model, by mlx-lm's own `shard` (tensor-parallel) or `pipeline`."""
+"""One rank's part of a model, made by mlx-lm's `shard` (tensor-parallel) or `pipeline`."""
 
 import faulthandler
 import time
@@ -35,28 +35,29 @@ class RankModel(NamedTuple):
 
     loaded: LoadedModel
     target: TargetModel
-    """Of this part alone: its passes compute with the other ranks, but do not announce it."""
+    """The target of this part alone: its passes compute with the other ranks, without announcing.
+    """
     facts: RankFacts
 
     @property
     def windows(self) -> list[int | None]:
-        """Windows of the layers of this part."""
+        """Attention windows of the layers of this part."""
         return [cache.window for cache in self.target.states.make().caches]
 
 
 def join_group(
     backend: RankBackend, variables: Variables, device: Device, timeout_s: float
 ) -> mx.distributed.Group:
-    """Compute on this device, and meet the other ranks; returns when all are there.
+    """Select this device and join the other ranks; returns when all have joined.
 
-    MLX waits for the others without end and lets no other thread of Python work meanwhile, so
-    that one that died would keep us for ever: after `timeout_s` this process ends.
+    MLX waits for the others without a timeout while blocking all other Python threads, so a dead
+    rank would block this one for ever: after `timeout_s` this process exits.
 
     Raises:
         UsageError: there is no such device.
         RuntimeFailure: this MLX lacks the backend, or a rank was not found.
     """
-    # MLX calls the ring of JACCL by the same name.
+    # MLX calls JACCL's ring by the same name.
     name = "jaccl" if backend == "jaccl-ring" else backend
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
@@ -72,7 +73,7 @@ def join_group(
 def load_part(
     folder: Path, group: mx.distributed.Group, split: RankSplit, kv_bytes: int, beside: int
 ) -> RankModel:
-    """Load this rank's part of the model, and try it out together with the others.
+    """Load this rank's part of the model, and test it together with the others.
 
     All ranks must call this at the same time: it computes with all of them.
 
@@ -93,7 +94,7 @@ def load_part(
     target = prepare(module, is_part=True, may_share_passes=not is_pipelined(module))
     if not target.states.rewinds:
         raise ModelError(
-            "a model whose state cannot be rewound is not spread over ranks; "
+            "a model whose state cannot be rewound cannot be spread over ranks; "
             "leave out --target-ranks and --hosts"
         )
     facts = _facts_of(module, target, group, kv_bytes, beside)
@@ -120,7 +121,7 @@ def _facts_of(
 
 
 def _try_out(module: Any, states: StateFactory) -> tuple[float, float]:
-    """Milliseconds of a pass of one token, the best of a few, and the size of its logits."""
+    """Return the milliseconds of a pass of one token, best of a few, and its logits' magnitude."""
     store = states.make()
     best_s, logits = float("inf"), mx.zeros(0)
     for _ in range(_TRIALS):
@@ -149,17 +150,17 @@ def _name_part(module: Any, group: mx.distributed.Group) -> str:
 
 
 def wait_for_all(group: mx.distributed.Group) -> None:
-    """Return when all ranks have come here."""
+    """Wait until all ranks have reached this call."""
     mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
 
 
 def is_pipelined(module: Any) -> bool:
-    """Return whether this is one stage of several."""
+    """Return True if this is one stage of several."""
     return int(getattr(getattr(module, "model", None), "pipeline_size", 1)) > 1
 
 
 def _shard(module: Any, *, group: mx.distributed.Group, split: RankSplit, beside: int) -> None:
-    """Leave only this rank's part; the weights are lazy and those of others are never read."""
+    """Keep only this rank's part; the weights are lazy and those of others are never read."""
     if split or not hasattr(module, "shard"):
         stages = _stages_of(module)
         if stages is None:
@@ -206,7 +207,7 @@ class Division(NamedTuple):
     division: str
     obstacle: str
     proposal: list[int]
-    """See `RankProbeResult`, for all three."""
+    """As in `RankProbeResult`, like the other two."""
 
 
 def plan_division(
@@ -225,7 +226,7 @@ def plan_division(
 
 
 def _check_heads(module: nn.Module, ranks: int) -> None:
-    """mlx-lm divides the numbers of heads without looking whether anything is left over."""
+    """Check the numbers of heads, which mlx-lm divides without checking the remainder."""
     for count in sorted(set(_head_counts(module))):
         if count % ranks:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""How many layers each rank of a pipeline should have, by what was measured on it."""
+"""Number of layers for each rank of a pipeline, from measurements on the ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,9 +6,9 @@ from typing import NamedTuple
 from protocol.errors import ModelError
 
 _FOR_WEIGHTS = 0.75
-"""Of the free memory; the rest is for keys, values and passes."""
+"""Share of the free memory for weights; the rest is for keys, values and passes."""
 _ALIKE = 1.25
-"""Ranks whose speeds differ by less have layers by their memory alone."""
+"""Ranks whose speeds differ by less get layers by memory alone."""
 
 
 class Strength(NamedTuple):
@@ -19,20 +19,20 @@ class Strength(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Where the weights of a model are."""
+    """Sizes of a model's weights."""
 
     layers: int
     layer_bytes: int
     rest_bytes: int
-    """Of what every rank holds: embeddings, norms, head."""
+    """Bytes that every rank holds: embeddings, norms, head."""
 
 
 def propose_split(model: LayerSizes, ranks: Sequence[Strength]) -> list[int]:
-    """Layers per rank, one at least.
+    """Return the layers per rank, at least one each.
 
-    A token passes through the ranks one after the other, so their times add up, and the fastest
-    get as many layers as they have room for. Where ranks are alike, all keep the same share of
-    their room free, which is for the keys and values of their own layers.
+    A token passes through the ranks one after the other, so their times add up, and the fastest get
+    as many layers as fit. If the ranks are equally fast, all keep the same share of their memory
+    free for the keys and values of their own layers.
 
     Raises:
         ModelError: together they have no room for the model.

@@ -21,10 +21,10 @@ from services.verifier.target_model import TargetModel
 def open_spread_target(
     settings: VerifierSettings, ranks: RankGroupSettings
 ) -> Iterator[OpenTarget]:
-    """Start the other ranks and load this one's part; end them afterwards.
+    """Start the other ranks and load this one's part; end them on exit.
 
     Raises:
-        UsageError, ModelError: it cannot be loaded as the settings say.
+        UsageError, ModelError: it cannot be loaded as configured.
         RuntimeFailure: a rank was lost meanwhile.
     """
     _refuse_what_needs_the_whole_model(settings)
@@ -46,7 +46,7 @@ def open_spread_target(
 
 
 def _mirror(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetModel:
-    """Rank 0's part, whose passes the followers repeat."""
+    """Return rank 0's part, whose passes the followers repeat."""
     log = StoreLog()
     store = own.states.make()
     windows = [cache.window for cache in store.caches]
@@ -58,7 +58,7 @@ def _mirror(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetMod
         own,
         verify=MirroredModel(model.module, log, group, logits=True),
         prefill=MirroredModel(model.module, log, group, logits=False),
-        # Followers would have to know a token that rank 0 has not read.
+        # Followers would need a token that rank 0 has not read yet.
         pipelines=False,
         states=dataclasses.replace(own.states, make=make_state),
         trial=TrialPasses(own.run_alone, lambda layers: group.announce(Prove(layers=list(layers)))),
@@ -72,4 +72,4 @@ def _refuse_what_needs_the_whole_model(settings: VerifierSettings) -> None:
         (settings.adapter, "--adapter-path"),
     ):
         if given:
-            raise UsageError(f"{flag} needs the whole model in one process, not ranks of it")
+            raise UsageError(f"{flag} needs the whole model in one process, not spread over ranks")

@@ -1,9 +1,9 @@
-"""Rank 0's watch over its followers, in a thread: the working thread may hang in a collective.
+"""Rank 0's watch over its followers, in a thread: the worker thread may hang in a collective.
 
-A follower is lost when its pipe ends, when it says that it leaves, or when it is silent for too
-long. Its own beats come from a thread too, so silence means that the process or the machine is
-stopped or cut off; a follower that hangs in a driver keeps rank 0 from beating, and the
-orchestrator notices that.
+A follower is lost when its pipe ends, when it sends Left, or when it is silent for too long. Its
+own beats come from a thread too, so silence means that the process or the machine is stopped or
+disconnected; a follower that hangs in a driver keeps rank 0 from beating, which the orchestrator
+notices.
 """
 
 import queue
@@ -22,12 +22,12 @@ _TICK_S = 0.2
 
 
 class FollowerWatch(Closeable):
-    """Reads all that followers say, and beats for rank 0.
+    """Reads all messages from followers, and sends rank 0's beats.
 
     Args:
         followers: of this rank 0, all joined.
-        silence_s: after which a follower that has loaded is lost.
-        give_up: called once, in the watching thread, with a reason and an exit code.
+        silence_s: seconds without a message after which a loaded follower is lost.
+        give_up: called once, in the watch thread, with a reason and an exit code.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FollowerWatch(Closeable):
         self._silence_s = silence_s
         self._give_up = give_up
         self._heard: dict[int, float] = {}
-        """By rank: when one that has loaded was heard last."""
+        """Rank -> time of its last message, once it has loaded."""
         self._beating = False
         self._loaded: queue.Queue[tuple[int, RankFacts]] = queue.Queue()
         self._closing = threading.Event()
@@ -52,7 +52,7 @@ class FollowerWatch(Closeable):
         self._thread.start()
 
     def await_loaded(self, timeout_s: float) -> list[RankFacts]:
-        """Return the facts of the followers, by rank; raise DeadlineExceeded."""
+        """Return the facts of the followers by rank; raises DeadlineExceeded."""
         found: dict[int, RankFacts] = {}
         while len(found) < len(self._followers):
             try:
@@ -60,13 +60,12 @@ class FollowerWatch(Closeable):
             except queue.Empty:
                 raise DeadlineExceeded(f"not all ranks have loaded in {timeout_s:g} s") from None
             found[rank] = facts
-        # Before, MLX keeps all our threads waiting while it forms the group, and no one may
-        # take that for silence.
+        # While MLX forms the group it blocks all our threads, and that is not a silent rank 0.
         self._beating = True
         return [facts for _, facts in sorted(found.items())]
 
     def wait_for_verdict(self, timeout_s: float) -> None:
-        """Give the watch time to find out who was lost, and to end this process."""
+        """Give the watch time to find out which rank was lost, and to end this process."""
         self._verdict.wait(timeout_s)
 
     def _run(self) -> None:
@@ -106,7 +105,7 @@ class FollowerWatch(Closeable):
             try:
                 follower.send(Beat())
             except StreamEnded:
-                self._read(follower)  # its own pipe says why
+                self._read(follower)  # its own pipe has the reason
             except RuntimeFailure as error:
                 self._lose(f"{follower.name}: {error}")
 

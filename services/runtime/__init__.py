@@ -1,1 +1,1 @@
-"""The loop that every service runs, and what it is made of."""
+"""The loop that every service runs, and its parts."""

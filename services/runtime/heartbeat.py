@@ -1,8 +1,8 @@
-"""The heartbeat of a service's working thread, and its patience with the orchestrator.
+"""The heartbeat of a service's worker thread, and its timeout for the orchestrator.
 
-Only the thread that does the work beats: a second thread would go on saying that all is
-well while the first one hangs in a driver. Between two beats lies one indivisible call at
-most (a verification, a chunk of a prefill, one depth of a tree).
+Only the worker thread beats: a second thread would keep reporting health while the worker hangs in
+a driver. At most one indivisible call lies between two beats (a verification, a chunk of a prefill,
+one depth of a tree).
 """
 
 import time
@@ -14,11 +14,11 @@ from protocol.messages import FromService, Heartbeat
 
 BEAT_S = 1.0
 _MOST_UNANSWERED = 60
-"""Beats in a row without a word from the orchestrator, after which it is taken for dead."""
+"""Consecutive unanswered beats after which the orchestrator is considered dead."""
 
 
 class Sender(Protocol):
-    """The way to the orchestrator."""
+    """A channel to the orchestrator."""
 
     def send(self, message: FromService) -> None:
         """Queue a message."""
@@ -26,7 +26,7 @@ class Sender(Protocol):
 
 
 class HeartbeatTimer:
-    """Beats when nothing else was sent for a while; counts beats that were not answered."""
+    """Sends a beat when nothing else was sent for a while, and counts unanswered beats."""
 
     def __init__(self, way: Sender, clock: Callable[[], float] = time.monotonic) -> None:
         self._way = way
@@ -36,19 +36,19 @@ class HeartbeatTimer:
 
     @property
     def wait_s(self) -> float:
-        """How long one may wait for work before the next beat is due."""
+        """Return the seconds until the next beat is due."""
         return max(0.0, self._sent_at + BEAT_S - self._clock())
 
     def on_send(self) -> None:
-        """Something was sent, which is as good as a beat."""
+        """Record that a message was sent, which counts as a beat."""
         self._sent_at = self._clock()
 
     def on_receive(self) -> None:
-        """The orchestrator said something."""
+        """Record that the orchestrator sent a message."""
         self._unanswered = 0
 
     def beat(self, sequence: int = 0, *, early: bool = False) -> None:
-        """Say so if a beat is due, or `early`; `sequence` is what is being worked on.
+        """Send a beat if one is due, or if `early`; `sequence` is the one being worked on.
 
         Raises:
             DeadlineExceeded: the orchestrator has not answered for too many beats.

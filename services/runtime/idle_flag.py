@@ -1,8 +1,8 @@
-"""Flag of an idle drafter or verifier: four bytes that both processes map.
+"""A flag for an idle drafter or verifier: four bytes that both processes map.
 
-The other one's kernels read them between two parts of a product (`mlx/cpu/threads.c`), which no
-message could be fast enough for. Either process may die and leave them as they are: a core that
-is said to be idle is, without its process, and one that is said to be busy is left alone.
+The other process's kernels read it between two parts of a product (`mlx/cpu/threads.c`), for which
+no message would be fast enough. Either process may die and leave the flag unchanged: a core marked
+idle is then idle, and a core marked busy is just not used.
 """
 
 import ctypes
@@ -16,22 +16,22 @@ _SIZE = ctypes.sizeof(ctypes.c_int)
 
 
 class IdleFlag:
-    """A file of this kind; raises OSError if it can be neither opened nor made."""
+    """A memory-mapped flag file; raises OSError if it can be neither opened nor created."""
 
     def __init__(self, path: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)  # the other process may have made it already
+            os.ftruncate(descriptor, _SIZE)  # the other process may have created it
             mapped = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
         self.word = ctypes.c_int.from_buffer(mapped)
-        """Where it is in memory, for as long as this exists: 1 or 0."""
+        """The shared value, 1 or 0, valid while this object exists."""
 
     @property
     def is_idle(self) -> bool:
-        """True if the last process that wrote said so."""
+        """True if the process that wrote last is idle."""
         return bool(self.word.value)
 
     @is_idle.setter
@@ -40,7 +40,7 @@ class IdleFlag:
 
 
 def open_idle_flag(path: str) -> IdleFlag | None:
-    """The flag in this file; None if there is no path, or no way to share it."""
+    """Open the flag in this file; None if there is no path, or the file cannot be shared."""
     if not path:
         return None
     try:

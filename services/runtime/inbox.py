@@ -1,4 +1,4 @@
-"""Messages that a service has not worked on yet; heartbeats are dealt with here."""
+"""Messages that a service has not handled yet; heartbeats are handled here."""
 
 from collections import deque
 from typing import Protocol
@@ -38,10 +38,10 @@ Work = (
 
 
 class Connection(Sender, Protocol):
-    """Way to the orchestrator that a service needs: a `Channel`, or a `PipeChannel`."""
+    """The channel to the orchestrator that a service needs: a `Channel` or a `PipeChannel`."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting, after at most `timeout_s` seconds."""
+        """Return True if a message is waiting, after at most `timeout_s` seconds."""
         ...
 
     def await_news(self, timeout_s: float) -> bool:
@@ -49,15 +49,15 @@ class Connection(Sender, Protocol):
         ...
 
     def receive(self, timeout_s: float, what: str) -> ToService:
-        """The next message; `what` names it in errors."""
+        """Return the next message; `what` names it in errors."""
         ...
 
 
 class Inbox:
-    """Reads between two steps of work, and beats the service's heart.
+    """Reads messages between two steps of work, and sends heartbeats.
 
     Args:
-        flag: says while nothing is here that there is nothing to do.
+        flag: set while there is nothing to do.
     """
 
     def __init__(self, channel: Connection, flag: IdleFlag | None = None) -> None:
@@ -67,18 +67,18 @@ class Inbox:
         self.heartbeat = HeartbeatTimer(channel)
         self.messages: deque[Work | Stop] = deque()
         self.forgotten = False
-        """The orchestrator does not know us any more; what is here means nothing to it."""
+        """True once the orchestrator no longer knows this service; the messages here are stale."""
 
     def start(self) -> None:
-        """A handshake is complete: begin with nothing."""
+        """Clear everything after a completed handshake."""
         self.messages.clear()
         self.forgotten = False
         self.heartbeat.on_receive()
 
     def wait(self) -> None:
-        """Return when there may be a message; beats while there is none."""
+        """Wait until there may be a message, sending heartbeats meanwhile."""
         if not self.messages and not self._await_news():
-            self.heartbeat.beat(early=True)  # it is due, or the orchestrator may be a new one
+            self.heartbeat.beat(early=True)  # a beat is due, or the orchestrator may be a new one
             return
         self._read()
         self.heartbeat.beat()
@@ -93,12 +93,12 @@ class Inbox:
             self._flag.is_idle = False
 
     def look(self, sequence: int) -> None:
-        """Take in what has arrived, in the middle of work on this sequence."""
+        """Read the messages that have arrived during work on this sequence."""
         self._read()
         self.heartbeat.beat(sequence)
 
     def linger(self, timeout_s: float) -> bool:
-        """Wait a moment for a message; whether there is one."""
+        """Wait briefly for a message; return True if there is one."""
         return timeout_s > 0.0 and self._channel.ready(timeout_s)
 
     def _read(self) -> None:
@@ -109,13 +109,14 @@ class Inbox:
                 case Heartbeat():
                     pass  # the answer to our own beat
                 case Identify():
-                    # A service that was stopped may also be asked who it is: the stop counts.
+                    # A service that was told to stop may also be asked for its identity: the stop
+                    # counts.
                     self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
                     if self.forgotten:
                         self.messages.clear()
                     return
                 case Welcome():
-                    pass  # we said Hello twice, as the first one seemed to be lost
+                    pass  # we sent Hello twice, as the first one seemed to be lost
                 case Rejected():
                     raise ProtocolError(f"{type(message).__name__} after the handshake")
                 case _:

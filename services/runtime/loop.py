@@ -1,8 +1,8 @@
-"""The loop that every service runs: shake hands, then work, one step of one message at a time.
+"""The loop that every service runs: handshake, then one step of one message at a time.
 
-A service answers a message with an iterator. Between two steps the loop looks for news,
-which may make the rest of the answers pointless (a tree for a round that is over is dropped
-within one step), and lets other sequences have their turn. It also sends heartbeats.
+A service answers a message with an iterator. Between two steps the loop checks for new messages,
+which may make the remaining answers pointless (a tree for a finished round is dropped within one
+step), and switches between sequences. It also sends heartbeats.
 """
 
 import logging
@@ -72,10 +72,10 @@ def serve(
     """Shake hands and serve until told to stop; again if the orchestrator was restarted.
 
     Args:
-        inbox: of the channel, for a service that looks into it by itself.
+        inbox: the channel's, for a service that reads from it directly.
 
     Raises:
-        ModelError: the orchestrator refused us; the message is its reason.
+        ModelError: the orchestrator rejected this service; the message is its reason.
         DeadlineExceeded: the orchestrator did not answer the handshake or the heartbeats.
     """
     inbox = inbox or Inbox(channel)
@@ -86,7 +86,7 @@ def serve(
 
 
 def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
-    """Serve one orchestrator; True if it said stop, False if there is a new one."""
+    """Serve one orchestrator; True if it sent a stop, False if there is a new one."""
     queue = WorkQueue(service)
     inbox.start()
     while True:
@@ -113,13 +113,13 @@ def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
 
 
 def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service: Service) -> None:
-    """Go on with a job up to its next answer."""
+    """Run a job up to its next answer."""
     message = job.message
     try:
         if job.answers is None:
             job.answers = service.handle(message)
         answer = next(job.answers, _DONE)
-        while isinstance(answer, Features):  # they precede what they belong to, at once
+        while isinstance(answer, Features):  # sent immediately, before the answer they belong to
             channel.send(answer)
             answer = next(job.answers, _DONE)
     except BackendLost:
@@ -143,24 +143,24 @@ def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service
 
 
 def _stamp(answer: FromService) -> FromService:
-    """With the time at which the work for it ended: now, unless it says so itself."""
+    """Set the time at which the work for the answer ended: now, unless it has one."""
     if isinstance(answer, Prefilled | VerificationOutcome | DraftTree) and not answer.at_ns:
         return msgspec.structs.replace(answer, at_ns=time.monotonic_ns())
     return answer
 
 
 class _Done:
-    """Stands for the end of a service's answers."""
+    """Marks the end of a service's answers."""
 
 
 _DONE = _Done()
 
 
 def shake_hands(channel: Connection, identity: Identity) -> bool:
-    """Say Hello and wait to be welcomed; False if told to stop instead. Errors as for `serve`.
+    """Send Hello and wait for Welcome; False if told to stop instead. Errors as for `serve`.
 
-    A Hello may have gone to an orchestrator that died with it, so we beat while we wait: its
-    successor asks who we are.
+    A Hello may be lost with an orchestrator that dies, so beats are sent while waiting: its
+    successor then asks for the identity.
     """
     hello = _hello(identity)
     heartbeat, has_beaten = HeartbeatTimer(channel), False

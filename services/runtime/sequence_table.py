@@ -1,4 +1,4 @@
-"""The sequences that a service has open, by the orchestrator's number."""
+"""The open sequences of a service, by the orchestrator's number."""
 
 from typing import TypeVar
 
@@ -8,13 +8,13 @@ S = TypeVar("S")
 
 
 class SequenceTable(dict[int, S]):
-    """A map in which a missing sequence is an error of whoever asked for it."""
+    """A map in which a missing sequence raises a ProtocolError."""
 
     def __missing__(self, sequence: int) -> S:
         raise ProtocolError(f"sequence {sequence} is not open")
 
 
 def check_rewind(length: int, base: int) -> None:
-    """Raises ProtocolError if `length` tokens cannot be cut to the first `base`."""
+    """Raise ProtocolError if `length` tokens cannot be cut to the first `base`."""
     if base > length:
         raise ProtocolError(f"cannot rewind {length} tokens to {base}")

@@ -1,7 +1,7 @@
-"""The first forward of every shape, before anyone waits for it.
+"""The first forward pass of every shape, before any request needs it.
 
-A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that
-takes ten times as long, and what it teaches the planner is wrong.
+A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
+times as long and misleads the planner's estimates.
 
 A model whose logits are NaN starts all the same, and its requests fail.
 """
@@ -23,16 +23,16 @@ _SEQUENCE = 0
 """The orchestrator numbers its sequences from 1."""
 _PROMPT = list(range(1, 17))
 _LONGEST = 8
-"""Draft tokens of a chain; longer ones are rare."""
+"""Longest warmed-up chain of draft tokens; longer ones are rare."""
 _LONG_PROMPT = [token % 16 for token in range(640)]
-"""As long as many are; rows of every number are computed behind it, replayed or not."""
+"""A prompt of common length; passes of all sizes are computed after it, traced or not."""
 _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (
     DEFAULT_ROUND_OPTIONS,
     RoundOptions(siblings=4),
 )
-"""Chains, and trees."""
+"""Chains and trees."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def _unless_broken() -> Iterator[None]:
 
 
 def warm_verifier(verifier: Verifier) -> None:
-    """Prefill, and verify a chain of each length; behind a long prompt all sizes, and trees."""
+    """Prefill and verify a chain of each length; after a long prompt all sizes, and trees."""
     trial = TrialSequence(verifier)
     with _unless_broken():
         for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
@@ -82,7 +82,7 @@ def _warm_branches(backend: DraftBackend) -> None:
         pass
     for options in _OPTIONS if backend.identity.takes_trees else _OPTIONS[:1]:
         _prepare(backend, _DEPTH, options)
-    # What was prepared is taken over, and goes on.
+    # The prepared branch is taken over and extended.
     backend.commit(_SEQUENCE, len(_LONG_PROMPT), _PROMPT[:_DEPTH])
     _prepare(backend, _DEPTH)
 

@@ -1,4 +1,4 @@
-"""Work of a service: one line of messages per sequence, in turns between sequences."""
+"""Work of a service: one queue of messages per sequence, with sequences taking turns."""
 
 import logging
 from collections import deque
@@ -30,28 +30,28 @@ class Service(Protocol):
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Do the work of one message, yielding its answers as they are ready.
 
-        None is a point where it may be abandoned, and where other sequences have their turn.
+        None is a point where it may be abandoned, and where other sequences can run.
         """
         ...
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """Return whether `news` makes the remaining answers to `current` pointless."""
+        """Return True if `news` makes the remaining answers to `current` pointless."""
         ...
 
     def linger_s(self, message: Work) -> float:
-        """How long it pays to wait for other messages before going on with this one's work."""
+        """Return how long it pays to wait for other messages before continuing with this one."""
         ...
 
 
 @dataclass
 class Job:
-    """A message, and the work on it once it has begun."""
+    """A message, and the work on it once started."""
 
     message: Work
     answers: Generator[FromService | None] | None = None
 
     def abandon(self) -> None:
-        """End the work; what it runs into at its end is its own, and others are served on."""
+        """Abandon the work; an error on its way out is logged, and other work continues."""
         if self.answers is None:
             return
         try:
@@ -64,7 +64,7 @@ class Job:
 
 
 class WorkQueue:
-    """Messages of one sequence in their order; between sequences, new ones first, then turns."""
+    """Queues each sequence's messages in order; new sequences run first, then round-robin."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -75,9 +75,9 @@ class WorkQueue:
         return bool(self._lines)
 
     def add(self, message: Work) -> None:
-        """Take in a message; work that it makes pointless ends, or never begins.
+        """Queue a message; drop work that it makes pointless.
 
-        `Revoke` and `Extend` are about work in progress, and are handled at once.
+        `Revoke` and `Extend` refer to work in progress and are handled immediately.
         """
         if isinstance(message, Revoke | Extend):
             deque(self._service.handle(message), maxlen=0)
@@ -96,17 +96,17 @@ class WorkQueue:
         line.append(Job(message))
 
     def next(self) -> Job:
-        """The work to go on with; there must be some."""
+        """Return the next job; the queue must not be empty."""
         heads = [line[0] for line in self._lines.values()]
         return next((job for job in heads if job.answers is None), heads[0])
 
     def rotate(self, job: Job) -> None:
-        """The job made a step: now others come first."""
+        """Move the job to the end of the queue after a step."""
         sequence = job.message.sequence
         self._lines[sequence] = self._lines.pop(sequence)
 
     def finish(self, job: Job) -> None:
-        """The job is over."""
+        """Remove a finished job."""
         job.abandon()
         line = self._lines[job.message.sequence]
         line.remove(job)
@@ -114,7 +114,7 @@ class WorkQueue:
             del self._lines[job.message.sequence]
 
     def clear(self) -> list[int]:
-        """Drop everything; returns the sequences that were opened and not closed."""
+        """Drop everything; return the sequences that were opened and not closed."""
         for line in self._lines.values():
             for job in line:
                 job.abandon()
@@ -123,7 +123,7 @@ class WorkQueue:
 
 
 def _merge(old: Work, new: Work) -> Work:
-    """`new` in the place of both: it also carries the committed tokens that `old` reported."""
+    """Return `new` in place of both, with the committed tokens that `old` reported."""
     if not isinstance(old, Prepare | DraftNow) or not isinstance(new, Prepare | DraftNow):
         return new
     count = new.base - old.base

@@ -1,1 +1,1 @@
-"""Choosing tokens beside the logits."""
+"""Token selection from logits."""

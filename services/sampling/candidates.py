@@ -1,4 +1,4 @@
-"""The best few tokens of each row of a drafter's logits, and the draft tokens among them."""
+"""Top candidates of each row of a drafter's logits, and the draft tokens chosen from them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,16 +16,18 @@ from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.mlx.few_rows.best import find_best
 
 SAMPLED_WIDTH = 64
-"""Candidates per row when noise decides: the best by logit are rarely the best by score.
-Under the rejection rule, the tokens of the distribution that a draft token is drawn from."""
+"""Candidates per row when sampling with noise: the best by logit are rarely the best by score.
+
+Under the rejection rule, the tokens of the distribution that a draft token is drawn from.
+"""
 
 NOT_NUMBERS = "the drafter's logits are not numbers (NaN); its weights or kernels are broken"
 
 
 class Top(NamedTuple):
-    """The best candidates after some tokens, in falling order of logit.
+    """The best candidates after some tokens, in descending order of logit.
 
-    The logits are the model's, or those under the noise of the token to be chosen (`perturb`).
+    The logits are the model's, or include the noise of the token to be chosen (`perturb`).
     """
 
     ids: Ids
@@ -33,26 +35,26 @@ class Top(NamedTuple):
     logits: Floats
     """[rows, width]."""
     totals: Floats
-    """[rows] log-sum-exp of the whole head."""
+    """[rows] log-sum-exp over the whole head."""
 
     def only(self, row: int) -> "Top":
-        """One of the rows."""
+        """Return one of the rows."""
         rows = slice(row, row + 1)
         return Top(self.ids[rows], self.logits[rows], self.totals[rows])
 
     def confidences(self, row: int, count: int) -> list[float]:
-        """The drafter's own probabilities of the first `count` candidates."""
+        """Return the drafter's own probabilities of the first `count` candidates."""
         found: list[float] = np.exp(self.logits[row, :count] - self.totals[row]).tolist()
         return found
 
 
 def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
-    """The `width` best candidates of each row of [rows, head] logits.
+    """Return the `width` best candidates of each row of [rows, head] logits.
 
     Args:
-        rows: logits; column i is the token `head_ids[i]`, or i without them.
-        width: candidates wanted; fewer if the head is smaller.
-        head_ids: what the columns of a trimmed head stand for.
+        rows: logits; column i is the token `head_ids[i]`, or i without `head_ids`.
+        width: number of candidates; fewer if the head is smaller.
+        head_ids: token ids of a trimmed head's columns.
     """
     width = min(width, rows.shape[-1])
     found = find_best(rows, width)
@@ -82,17 +84,17 @@ def check_shares(shares: npt.ArrayLike) -> None:
 def process_candidates(
     processor: LogitsProcessor | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
 ) -> list[Top]:
-    """Move a processor along tokens; the candidates after each of them, shaped, in order again.
+    """Advance a processor along tokens; return the processed candidates after each, sorted again.
 
-    A head that reports its best tokens only has no others to offer: what a bias would lift
-    from below them stays out, and where a grammar allows none of them they are left as they
-    are. Either costs accepted drafts.
+    A head that reports only its best tokens has no others to offer: tokens that a bias would lift
+    into them are missed, and where a grammar allows none of them they are left unchanged. Both only
+    cost accepted drafts.
 
     Args:
-        processor: after the tokens before these; None changes nothing.
+        processor: state after the preceding tokens; None changes nothing.
         tokens: the next tokens.
-        tops: the candidates after each of them, one row each; none if they were not asked for.
-        vocabulary: how many tokens there are.
+        tops: the candidates after each of them, one row each; empty if not needed.
+        vocabulary: number of tokens.
     """
     if processor is None:
         return tops
@@ -112,27 +114,26 @@ def _process_row(processor: LogitsProcessor, top: Top, vocabulary: int) -> Top:
     if not np.isfinite(logits).any():
         return top
     order = np.argsort(-logits, kind="stable")
-    # What the head did not report keeps its share of the law.
+    # The mass that the head did not report is kept.
     rest = np.exp(np.float64(top.totals[0])) - np.exp(given.astype(np.float64)).sum()
     total = np.log(max(rest, 0.0) + np.exp(logits.astype(np.float64)).sum())
     return Top(ids[order][None], logits[order][None], np.array([total], np.float32))
 
 
 def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
-    """The candidates under the noise with which the target chooses, the likeliest choice first.
+    """Return the candidates under the target's sampling noise, the likeliest choice first.
 
     The target's choice is the argmax of its logits + T g, and g is known. So the drafter's best
-    guess is the argmax of its own logits + T g, the runners-up are those next to it, and how sure
-    it is of each follows from how far they are apart: the two models' logits differ by as much
-    whatever T is, so that the law of the target's choice is softmax(logits + T g), at T = 0 the
-    drafter's own. Its plain probabilities at T > 0 say how often a token is drawn, not how often
-    the target draws it where the drafter does.
+    guess is the argmax of its own logits + T g, and the runners-up follow in that order. The two
+    models' logits differ by as much at any T, so the distribution of the target's choice is
+    softmax(logits + T g), which at T = 0 is the drafter's own. The drafter's plain probabilities at
+    T > 0 say how often a token is drawn, not how often both models draw the same one.
 
-    What is not among the candidates keeps its share, as if its noise were none. Under the
-    rejection rule the noise cannot be known: nothing is changed.
+    Tokens outside the candidates keep their mass, as if their noise were zero. Under the rejection
+    rule the noise cannot be known: nothing is changed.
 
     Args:
-        top: as the model has it.
+        top: the model's candidates.
         positions: [rows] the positions that the chosen tokens will have.
         sampling: the drafter's.
     """
@@ -142,7 +143,7 @@ def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
     order = np.argsort(-scores, axis=-1, kind="stable")
     ids = np.take_along_axis(top.ids, order, axis=-1)
     logits = np.take_along_axis(scores, order, axis=-1) * np.float32(sampling.temperature)
-    # Largest first, so that no exponential overflows.
+    # Subtract the maximum so that no exponential overflows.
     peaks = np.maximum(logits[:, 0], top.totals).astype(np.float64)[:, None]
     rest = np.exp(top.totals[:, None] - peaks) - _sum_exp(top.logits - peaks)
     totals = peaks + np.log(np.maximum(rest, 0.0) + _sum_exp(logits - peaks))
@@ -150,16 +151,16 @@ def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
 
 
 def _sum_exp(exponents: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """[rows, 1]."""
+    """Return the row sums of the exponentials, [rows, 1]."""
     found: npt.NDArray[np.float64] = np.exp(exponents.astype(np.float64)).sum(-1, keepdims=True)
     return found
 
 
 def rank_bonuses(top: Top, position: int, sampling: Sampling) -> Top:
-    """The candidates for a bonus token, best first; `top` has one row.
+    """Return the candidates for a bonus token, best first; `top` has one row.
 
-    Under the rejection rule its noise cannot be known, so the best are the likeliest.
-    What a grammar forbids is no candidate.
+    Under the rejection rule the noise cannot be known, so candidates are ranked by probability.
+    Tokens that a grammar forbids are excluded.
     """
     possible = np.isfinite(top.logits[0])
     allowed = Top(top.ids[:, possible], top.logits[:, possible], top.totals)
@@ -167,7 +168,7 @@ def rank_bonuses(top: Top, position: int, sampling: Sampling) -> Top:
 
 
 def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
-    """The ids of `rank_bonuses`."""
+    """Return the ids of `rank_bonuses`."""
     best: Ids = rank_bonuses(top, position, sampling).ids[0]
     return best
 
@@ -175,9 +176,9 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
 def name_candidates(
     top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
 ) -> list[list[DraftedToken]]:
-    """Name tokens as `draft_tokens` does, with the next best guesses as siblings of each.
+    """Choose tokens as `draft_tokens` does, with the next best guesses as siblings of each.
 
-    What is drawn has none, so none may be wanted under the rejection rule.
+    Drawn tokens have no siblings, so none may be requested under the rejection rule.
     """
     if not turn.siblings:
         return [[draft] for draft in draft_tokens(top, positions, sampling, turn)]
@@ -193,12 +194,11 @@ def name_candidates(
 def draft_tokens(
     top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
 ) -> list[DraftedToken]:
-    """The draft token after each row: the target's guessed, or one drawn from the draft's law.
+    """Return the draft token after each row: a guess of the target's, or one drawn.
 
     Args:
         top: the candidates.
-        positions: [rows] the position that the draft token will have, among the tokens that
-            the backend was given.
+        positions: [rows] the position that the draft token will have among the backend's tokens.
         sampling: the drafter's (`sampling_params.drafter_sampling`).
         turn: the round that drafts, for the draw.
     """

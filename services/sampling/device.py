@@ -1,8 +1,8 @@
-"""Choices made where the logits are: only a few numbers a row leave the GPU.
+"""Token selection on the logits' device: only a few numbers per row leave the GPU.
 
-`choose` gives the very tokens of `protocol.decoding.sampler.sample`. Noise and filters are
-computed on the device in float32; where that leaves a doubt (a rival within rounding of the best
-score, a winner at the border of a filter), the row goes to the host and is decided there.
+`choose` returns exactly the tokens of `protocol.decoding.sampler.sample`. Noise and filters are
+computed on the device in float32; where rounding could change the result (a rival within rounding
+of the best score, a winner at the border of a filter), the row is decided on the host.
 """
 
 import functools
@@ -30,19 +30,19 @@ from services.sampling.candidates import Top
 from services.sampling.rules import read_noise, write_rules
 
 _FILTER_WIDTH = 1024
-"""Tokens per row that the filters look at; a row that keeps more is decided on the host."""
+"""Tokens per row that the filters consider; a row that keeps more is decided on the host."""
 
 _CLOSE = 1e-5
-"""Scores closer than this, relative to their size, are compared on the host."""
+"""Scores closer than this, relative to their magnitude, are compared on the host."""
 
 _BORDER = 1e-4
 """Probabilities this close to a filter's border may be on either side of it."""
 
 _DROPPED = 1e9
-"""What a drafter's filter drops is so far below the rest."""
+"""Subtracted from the logits of tokens that a drafter's filter drops."""
 
 _UNDECIDED, _BROKEN = -1, -2
-"""In the place of a token: the host decides, and some logit of the row is NaN."""
+"""In place of a token: the host decides, or some logit of the row is NaN."""
 
 _NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernels are broken"
 
@@ -57,7 +57,7 @@ class _Candidates(NamedTuple):
 
 
 def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> list[int]:
-    """One token per row: `begin` and `finish`.
+    """Choose one token per row with `begin` and `finish`.
 
     Raises:
         NotNumbers: a logit is NaN.
@@ -66,7 +66,7 @@ def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> li
 
 
 def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
-    """One token per row, perhaps still in the making; negative where `finish` has more to do.
+    """Choose one token per row, lazily; negative where `finish` has to decide.
 
     Args:
         logits: [rows, vocabulary], unnormalised, of any floating type.
@@ -91,7 +91,7 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
 
 
 def _rules_of(rows: int, positions: Sequence[int], sampling: Sampling) -> mx.array:
-    """[rows, WORDS]; greedy sampling does not look at positions, and what it needs is there."""
+    """Return the rules, [rows, WORDS]; those of greedy sampling are cached."""
     return (
         _greedy_rules(rows) if is_greedy(sampling) else mx.array(write_rules(positions, sampling))
     )
@@ -108,10 +108,10 @@ def finish(
     positions: Sequence[int],
     sampling: Sampling,
 ) -> list[int]:
-    """The tokens on the host; rows in doubt are decided there.
+    """Return the tokens on the host, deciding the ambiguous rows there.
 
     Args:
-        begun: what `begin` made of the other arguments.
+        begun: result of `begin` for the other arguments.
 
     Raises:
         NotNumbers: a logit is NaN.
@@ -127,7 +127,7 @@ def finish(
 
 
 def _draw(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
-    """[rows] tokens, or `_UNDECIDED`."""
+    """Choose [rows] tokens, or `_UNDECIDED`."""
     found = _filter(rows, sampling) if sampler.has_filter(sampling) else _keep_all(rows)
     scores = found.logits / sampling.temperature
     scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
@@ -153,7 +153,7 @@ def _keep_all(rows: mx.array) -> _Candidates:
 
 
 def _filter(rows: mx.array, sampling: Sampling) -> _Candidates:
-    """The best tokens, in falling order, and on which side of each border they are."""
+    """Return the best tokens, in descending order, and on which side of each border they are."""
     count = min(_FILTER_WIDTH, rows.shape[-1])
     order = mx.argsort(-rows, axis=-1)[:, :count]
     logits = mx.take_along_axis(rows, order, axis=-1)
@@ -173,18 +173,18 @@ def _filter(rows: mx.array, sampling: Sampling) -> _Candidates:
         sure &= shares >= least * (1.0 + _BORDER)
         possible &= shares >= least * (1.0 - _BORDER)
     if count < rows.shape[-1]:
-        # What lies beyond cannot be seen: a row that reaches the end is in doubt as a whole.
+        # Tokens beyond the width are not seen: a row that reaches it is ambiguous as a whole.
         sure &= ~possible[:, -1:]
     return _Candidates(order.astype(mx.uint32), logits, sure, possible)
 
 
 def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
-    """`candidates.best_of` for logits [rows, head], where they are: numpy's, or on a GPU."""
+    """Compute `candidates.best_of` for logits [rows, head] in numpy or on a GPU."""
     if isinstance(rows, np.ndarray):
         return candidates.best_of(rows, width, head_ids)
     width = min(width, rows.shape[-1])
     there = find_best(rows, width) if compute_unit() == "cuda" else None
-    # In one array, since each takes its own way to the host; floats hold any column exactly.
+    # One array, since each needs its own transfer to the host; floats hold any column exactly.
     found = np.array(sort_best(rows, width) if there is None else there)
     count = found.shape[1] // 2
     candidates.check_shares(found[:, -1])
@@ -196,21 +196,21 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
 def guess(
     rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
-    """The `width` likeliest choices of the target after each row, without leaving the device.
+    """Return the `width` likeliest choices of the target after each row, on the device.
 
-    They are those of `candidates.perturb`, but that without filters every token of the head is
-    a candidate: to find the best few would take longer than to give noise to all.
+    They equal those of `candidates.perturb`, except that without filters every token of the head is
+    a candidate: finding the best few would take longer than adding noise to all.
 
     Args:
         rows: [rows, head] logits.
-        width: choices wanted; few.
-        ids: [head] int32, what the columns stand for.
+        width: number of choices; small.
+        ids: [head] int32, the token id of each column.
         rules: [rows, WORDS] of the tokens to be chosen, see `sampling.rules`.
-        sampling: what the rules were written for, but for the seed and the temperature.
+        sampling: what the rules were written for, apart from seed and temperature.
 
     Returns:
-        [rows] int32, the likeliest; and [2, rows, width] float32, which hold any id exactly: the
-        ids of all, and how sure each is.
+        [rows] int32, the likeliest; and [2, rows, width] float32, which holds any id exactly: the
+            ids of all, and the confidence of each.
     """
     if compute_unit() == "cuda":
         there = guess_tokens(rows, ids, rules, Wanted(width, _kind_of(sampling)))
@@ -244,12 +244,12 @@ def _guess_by_mlx(
 
 
 def _best_columns(scores: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """[rows, width] the places of the largest, in falling order, and these."""
+    """Return [rows, width] columns of the largest values, in descending order, and the values."""
     there = find_best(scores, width) if compute_unit() == "cuda" else None
     if there is not None:
         count = there.shape[1] // 2
         return there[:, :width].astype(mx.int32), there[:, count : count + width]
-    # A sort takes a GPU longer.
+    # A sort is slower on a GPU.
     found = [mx.argmax(scores, axis=-1, keepdims=True)]
     columns, left = mx.arange(scores.shape[-1])[None], scores
     while len(found) < width:
@@ -260,7 +260,7 @@ def _best_columns(scores: mx.array, width: int) -> tuple[mx.array, mx.array]:
 
 
 def _noise_of(rules: mx.array, ids: mx.array) -> mx.array:
-    """[rows, n] for ids [rows, n] or [1, n], in logits."""
+    """Return the noise in logits, [rows, n], for ids [rows, n] or [1, n]."""
     low, high, temperature = read_noise(rules)
     bits = hash_with_keys(mx, low, high, ids.astype(mx.uint32))
     noise: mx.array = temperature * gumbel_from_bits(mx, bits)
@@ -270,7 +270,7 @@ def _noise_of(rules: mx.array, ids: mx.array) -> mx.array:
 def _perturb_filtered(
     rows: mx.array, totals: mx.array, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Scores, ids [rows, n] and totals of the candidates that filters look at (`perturb`)."""
+    """Return scores, ids [rows, n] and totals of the candidates that filters see (`perturb`)."""
     count = min(candidates.SAMPLED_WIDTH, rows.shape[-1])
     best = mx.argpartition(-rows, count - 1, axis=-1)[:, :count]
     order = mx.argsort(-mx.take_along_axis(rows, best, axis=-1), axis=-1)
@@ -287,9 +287,9 @@ def _perturb_filtered(
         kept &= shares >= sampling.min_p * shares[:, :1]
     kept |= mx.arange(count)[None] == 0
     scores = logits + _noise_of(rules, ids)
-    # Finite, and so above what has been chosen already.
+    # Finite, so that it stays above columns already taken.
     scores = mx.where(kept, scores, scores - _DROPPED)
-    # What is not among them keeps its share.
+    # Tokens outside the candidates keep their mass.
     share = mx.exp(mx.logsumexp(logits, axis=-1, keepdims=True) - totals)
     rest = totals + mx.log(mx.maximum(1.0 - share, 0.0))
     return scores, ids, mx.logaddexp(rest, mx.logsumexp(scores, axis=-1, keepdims=True))

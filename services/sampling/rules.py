@@ -1,4 +1,4 @@
-"""How each of some tokens is to be chosen, in a few words that a kernel can read."""
+"""Sampling rules of tokens, encoded in a few words that a kernel can read."""
 
 from typing import Any
 
@@ -11,12 +11,14 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling
 
 WORDS = 6
-"""The lower and the upper key of the noise, temperature (0: greedy), top-k, top-p and min-p;
-`Rule` of services/mlx/cuda/sampling/rule.cuh."""
+"""The lower and the upper key of the noise, temperature (0: greedy), top-k, top-p and min-p.
+
+The layout is `Rule` of services/mlx/cuda/sampling/rule.cuh.
+"""
 
 
 def write_rules(positions: npt.ArrayLike, sampling: Sampling) -> npt.NDArray[np.uint32]:
-    """[..., WORDS] for positions [...], each the absolute one of the token to be chosen."""
+    """Return [..., WORDS] for positions [...], the absolute position of each token to be chosen."""
     where = np.asarray(positions, np.int64)
     found = np.zeros((*where.shape, WORDS), np.uint32)
     temperature = 0.0 if is_greedy(sampling) else sampling.temperature
@@ -31,6 +33,6 @@ def write_rules(positions: npt.ArrayLike, sampling: Sampling) -> npt.NDArray[np.
 
 
 def read_noise(rules: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """The keys and the temperature of rules [rows, WORDS], each [rows, 1]."""
+    """Return the keys and the temperature of rules [rows, WORDS], each [rows, 1]."""
     temperature: Any = rules[:, 2:3].view(mx.float32)
     return rules[:, 0:1], rules[:, 1:2], temperature

@@ -1,8 +1,8 @@
-"""`python -m services.tools.build_drafter CARRIED TARGET FOLDER`: adds the target's embedding.
+"""`python -m services.tools.build_drafter CARRIED TARGET FOLDER`: add the target's embedding.
 
-A distilled drafter is carried without its embedding table, which is the target's own and
-would be most of its size. The assembled folder is an ordinary mlx-lm model folder with the
-target's tokenizer.
+A distilled drafter is shipped without its embedding table, which is the target's own and would be
+most of its size. The assembled folder is an ordinary mlx-lm model folder with the target's
+tokenizer.
 """
 
 import json
@@ -41,7 +41,7 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
 
 
 def _embedding_and_head(target: Path) -> dict[str, mx.array]:
-    """The target's embedding and head, dense: a carried drafter is not quantised."""
+    """Return the target's embedding and head, dequantised: a shipped drafter is not quantised."""
     weights = _weights(target)
     shared: dict[str, mx.array] = {}
     for layer in _SHARED:
@@ -58,7 +58,7 @@ def _embedding_and_head(target: Path) -> dict[str, mx.array]:
 
 
 def _quantization(target: Path, layer: str) -> dict[str, Any]:
-    """How a layer is quantised: its own entry in `config.json`, or the one for all."""
+    """Return the quantisation of a layer: its own entry in `config.json`, or the global one."""
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     common: dict[str, Any] = config["quantization"]
     own = common.get(layer, common)
@@ -76,7 +76,7 @@ def _weights(folder: Path) -> dict[str, mx.array]:
 
 
 def main() -> int:
-    """The command line of this module; reports like a child of the supervisor."""
+    """Run the command line of this module; report errors like a child of the supervisor."""
     try:
         carried, target, folder = map(Path, sys.argv[1:])
         assemble(carried, target, folder)

@@ -1,4 +1,4 @@
-"""`python -m services.tools.hardware`: what MLX finds on this machine, as one line of JSON."""
+"""`python -m services.tools.hardware`: the hardware MLX finds, as one line of JSON."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +16,7 @@ from services.mlx.lean_imports import leave_out_unused_libraries
 
 
 def survey() -> HardwareReport:
-    """Ask MLX; takes as long as its import."""
+    """Return the hardware MLX finds; takes as long as its import."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     load_blas(threads=len(cores))
     # MLX must be imported after the BLAS is in place.
@@ -26,7 +26,7 @@ def survey() -> HardwareReport:
     from services.mlx.reading import measure_reading  # noqa: PLC0415
 
     device = compute_unit()
-    module: Any = mx  # these two have no types
+    module: Any = mx  # both functions lack type hints
     info: dict[str, Any] = module.device_info()
     return HardwareReport(
         mlx=importlib.metadata.version("mlx"),
@@ -42,7 +42,7 @@ def survey() -> HardwareReport:
 
 
 def _matrix_kernels() -> str:
-    """Which library's products this process has loaded."""
+    """Return the library whose matrix products this process has loaded."""
     if sys.platform != "linux":
         return "Accelerate"
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -54,11 +54,11 @@ _LIBRARIES = {"small_gemm": "libssd_cpu_kernels", "MKL": "libmkl_rt"}
 
 
 def _coreml_units() -> list[str]:
-    """What CoreML lists; nothing where it is missing, which is not an error."""
+    """Return the devices CoreML lists; empty where CoreML is missing."""
     if sys.platform != "darwin" or not _version("coremltools"):
         return []
     try:
-        # Takes seconds to import, and lists nothing on other systems.
+        # The import takes seconds, and lists nothing on other systems.
         from services.coreml.runtime.devices import units  # noqa: PLC0415
 
         return units()
@@ -67,7 +67,7 @@ def _coreml_units() -> list[str]:
 
 
 def _version(package: str) -> str:
-    """Its version, without importing it; empty if it is not there."""
+    """Return the package's version without importing it; empty if it is not installed."""
     return importlib.metadata.version(package) if importlib.util.find_spec(package) else ""
 
 

@@ -1,7 +1,7 @@
-"""`python -m services.tools.kernel_report SETTINGS`: our kernels for few rows, on this GPU.
+"""`python -m services.tools.kernel_report SETTINGS`: report on our few-row kernels on this GPU.
 
-They are tried with the target's own layers. On Metal no more of the target is read than that
-takes, unless whole passes are timed.
+They are tested with the target's own layers. On Metal only these are read, unless whole passes are
+timed.
 """
 
 import sys
@@ -29,11 +29,11 @@ from services.verifier.target_model import prepare
 
 _CONTEXT = 512
 _TRIALS = 5
-"""Of which the fastest counts."""
+"""Repetitions, of which the fastest counts."""
 
 
 def measure(settings: KernelReportSettings) -> KernelReport:
-    """Try the kernels as the settings say; raises ModelError if the model does not load."""
+    """Test the kernels as the settings say; raises ModelError if the model does not load."""
     if compute_unit() == "cuda":
         return _measure_on_cuda(settings)
     if compute_unit() != "metal":
@@ -42,7 +42,7 @@ def measure(settings: KernelReportSettings) -> KernelReport:
         return _measure_passes(settings)
     try:
         loaded: Any = load_model(Path(settings.model), lazy=True)
-    # mlx-lm and MLX raise whatever a broken folder leads them into.
+    # mlx-lm and MLX raise errors of any kind for a broken folder.
     except Exception as error:
         raise ModelError(f"cannot load the model {settings.model!r}: {error}") from error
     module, config = loaded
@@ -61,7 +61,7 @@ def _measure_on_cuda(settings: KernelReportSettings) -> KernelReport:
 
 
 def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | None:
-    """What the configuration says of it, where it has the usual words."""
+    """Return the attention shape if the configuration has the usual keys."""
     own = config.get("text_config") or config
     heads, width = own.get("num_attention_heads"), own.get("hidden_size")
     parameters: Any = tree_flatten(module.parameters())
@@ -73,11 +73,11 @@ def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | Non
 
 
 def _measure_passes(settings: KernelReportSettings) -> KernelReport:
-    """What the probes find, then whole passes by MLX and by all kernels that are right."""
+    """Return the probes' results, then times of whole passes by MLX and by all correct kernels."""
     module = load(Path(settings.model)).module
     states = prepare(module).states
     use_kernels(module, settings.kernels)
-    # Attention is tried when it is first needed.
+    # Attention is probed on first use.
     state = states.make()
     state.append(3)
     mx.eval(module(mx.array([[1, 2, 3]]), cache=state.caches))
@@ -92,7 +92,7 @@ def _measure_passes(settings: KernelReportSettings) -> KernelReport:
 
 
 def _time_passes(module: Any, state: SequenceState) -> dict[int, float]:
-    """Milliseconds of a verification, by rows, behind a prompt."""
+    """Return the milliseconds of a verification after a prompt, by number of rows."""
     state.append(_CONTEXT)
     mx.eval(module(mx.arange(1, 1 + _CONTEXT)[None], cache=state.caches))
     state.commit(_CONTEXT)

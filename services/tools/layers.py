@@ -1,6 +1,6 @@
-"""`python -m services.tools.layers FOLDER`: what a model's layers remember, as one line of JSON.
+"""`python -m services.tools.layers FOLDER`: a model's kinds of layers, as one line of JSON.
 
-The model is built from its configuration; of its weights only names and shapes are read.
+The model is built from its configuration; only names and shapes of its weights are read.
 """
 
 import sys
@@ -18,13 +18,15 @@ from services.mlx.loader import load_skeleton
 
 
 def describe_layers(folder: Path) -> LayersReport:
-    """Raises ModelError if there is no such model, or mlx-lm does not know its kind."""
+    """Describe the layers; raises ModelError if the model is missing or mlx-lm does not support
+    it.
+    """
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
         model_class, arguments_class = _get_classes(config=config)
         model = model_class(arguments_class.from_dict(config))
         rewinding = predict_rewinding(model)
-    # mlx-lm raises whatever the configuration leads it into.
+    # mlx-lm raises errors of any kind for a broken configuration.
     except Exception as error:
         raise ModelError(f"the layers of {str(folder)!r} are not known: {error}") from error
     return LayersReport(rewinding, _find_misfit(folder))

@@ -1,7 +1,7 @@
 """`python -m services.tools.mlx_lm_server ARGUMENTS`: mlx-lm's own server, for comparisons.
 
-With the same matrix products under MLX as our services have (`machine`), and all cores; the
-arguments are mlx-lm's.
+It uses the same matrix products as our services (`machine`) and all cores; the arguments are
+mlx-lm's.
 """
 
 import os
@@ -12,7 +12,7 @@ from services.mlx.blas import load_blas
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Serve until stopped."""
     load_blas(os.cpu_count() or 1)
     sys.argv[0] = "mlx_lm.server"
     runpy.run_module("mlx_lm.server", run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
-"""`python -m services.tools.profiler SETTINGS`: times one model of a pair.
+"""`python -m services.tools.profiler SETTINGS`: time one model of a pair.
 
-The very code of the services, without sockets: a verification, a step of a tree. Speaks JSON
-lines on stdin and stdout (`protocol.jobs.profile`).
+It runs the services' own code without sockets: a verification, a step of a tree. It reads and
+writes JSON lines on stdin and stdout (`protocol.jobs.profile`).
 """
 
 import contextlib
@@ -37,13 +37,13 @@ Timer = Callable[[int, int], list[float]]
 
 
 class Profiler(contextlib.ExitStack):
-    """One model, and how it is timed; with the ranks of a target that is spread over some."""
+    """One model and its timers, with the ranks of a target that is spread over several."""
 
     unit: str
     _open: Callable[[Tokens], Timer]
 
     def load(self, settings: ProfilerSettings) -> None:
-        """Load what is to be timed; errors as for `open_target` and `MlxBackend`."""
+        """Load the model to be timed; errors as for `open_target` and `MlxBackend`."""
         part = self._verifier if settings.part == "verifier" else self._drafter
         self._open = part(settings)
 
@@ -98,7 +98,7 @@ class Profiler(contextlib.ExitStack):
                     before = None
                     for _layer in backend.prepare(0, [context[0]], [count], _DEPTHS):
                         now = time.perf_counter()
-                        if before is not None:  # the first depth also takes in the chain
+                        if before is not None:  # the first depth also feeds the chain
                             times.append(1e3 * (now - before))
                         before = now
                 return times[:repeats]
@@ -108,7 +108,7 @@ class Profiler(contextlib.ExitStack):
         return open_context
 
     def answer(self, question: ProfilerRequest) -> TimeResult | WorkResult:
-        """Measure what was asked for."""
+        """Run the requested measurement."""
         timer = self._open(question.context)
         if isinstance(question, WorkRequest):
             started = time.perf_counter()
@@ -116,7 +116,7 @@ class Profiler(contextlib.ExitStack):
             return WorkResult(time.perf_counter() - started)
         medians = {}
         for count in question.counts:
-            timer(count, 2)  # shapes that are new cost more once
+            timer(count, 2)  # new shapes cost more the first time
             medians[str(count)] = median(timer(count, _REPEATS))
         return TimeResult(medians, self.unit)
 
@@ -135,7 +135,7 @@ def _as_verifier(settings: ProfilerSettings) -> VerifierSettings:
 
 
 def main() -> int:
-    """Answer questions until standard input ends."""
+    """Answer requests until standard input ends."""
     try:
         settings = decode_settings(sys.argv[1], ProfilerSettings)
         pin_to_cores(settings.cores)

@@ -1,7 +1,7 @@
 """`python -m services.tools.reference SETTINGS`: mlx-lm itself, as the reference of `ssd bench`.
 
-The same weights, dtype and BLAS as our services, all cores, one process. Speaks JSON lines
-on stdin and stdout, one answer per question (`protocol.jobs.reference`).
+It uses the same weights, dtype and BLAS as our services, all cores, one process. It reads and
+writes JSON lines on stdin and stdout, one answer per request (`protocol.jobs.reference`).
 """
 
 import math
@@ -42,7 +42,7 @@ class Reference:
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
 
     def answer(self, question: ReferenceRequest) -> DecodeResult | BatchDecodeResult | MarginResult:
-        """Whatever was asked."""
+        """Answer a request."""
         match question:
             case DecodeRequest():
                 return self.decode(question)
@@ -52,7 +52,7 @@ class Reference:
                 return self.margin(question)
 
     def decode(self, question: DecodeRequest) -> DecodeResult:
-        """Decoding by mlx-lm, with or without its draft model."""
+        """Decode with mlx-lm, with or without its draft model."""
         import mlx.core as mx  # noqa: PLC0415
         from mlx_lm.generate import generate_step, speculative_generate_step  # noqa: PLC0415
         from mlx_lm.sample_utils import make_sampler  # noqa: PLC0415
@@ -89,7 +89,7 @@ class Reference:
         return DecodeResult(tokens, 1e3 * (times[0] - started), times[-1] - times[0])
 
     def decode_many(self, question: BatchDecodeRequest) -> BatchDecodeResult:
-        """Greedy decoding by mlx-lm's batch generator, without a draft model."""
+        """Decode greedily with mlx-lm's batch generator, without a draft model."""
         from mlx_lm.generate import BatchGenerator  # noqa: PLC0415
 
         started = time.perf_counter()
@@ -112,7 +112,7 @@ class Reference:
         return BatchDecodeResult(list(tokens.values()), [first[n] for n in numbers], seconds)
 
     def margin(self, question: MarginRequest) -> MarginResult:
-        """How far apart two candidates for the next token are, in logits."""
+        """Return the distance in logits between two candidates for the next token."""
         import mlx.core as mx  # noqa: PLC0415
 
         logits: Any = self._target(mx.array(question.tokens)[None])[0, -1]
@@ -123,12 +123,12 @@ class Reference:
 
 
 def _spacing(size: float, eps: float) -> float:
-    """Between neighbouring floats of this size, in a format whose relative step is `eps`."""
+    """Return the distance to the next float at this size, in a format with relative step `eps`."""
     return eps * 2.0 ** math.floor(math.log2(size)) if size > 0.0 else 0.0
 
 
 def main() -> int:
-    """Answer questions until standard input ends."""
+    """Answer requests until standard input ends."""
     try:
         settings = decode_settings(sys.argv[1], ReferenceSettings)
         load_blas(settings.threads)

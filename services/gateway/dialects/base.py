@@ -1,4 +1,4 @@
-"""What the APIs have in common: a task from a body, an answer from transcripts."""
+"""The interface of all APIs: a task from a body, an answer from transcripts."""
 
 import asyncio
 import json
@@ -20,25 +20,25 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Reading(NamedTuple):
-    """A request that was read: what is asked for, and who words the answer."""
+    """A parsed request: the task, and the reply's factory."""
 
     task: Task
     make_reply: "Callable[[str], Reply]"
-    """From the model's name."""
+    """Creates the reply from the model's name."""
 
 
 Reader = Callable[[bytes, GatewaySettings], Reading]
 
 
 def encode_event(body: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 @dataclass
 class Reply(ABC):
-    """An answer in the words of one API: whole, or as the events of a stream.
+    """An answer in the format of one API: whole, or as the events of a stream.
 
     A stream may start before it is opened, while its model is being loaded.
     """
@@ -50,45 +50,45 @@ class Reply(ABC):
     status: Status = field(init=False)
 
     streamed_refusals: ClassVar[frozenset[str]] = frozenset()
-    """Codes of errors that are events of a stream even if nothing was sent before."""
+    """Codes of errors that are sent as stream events even if nothing was sent before."""
 
     def open(self, choices: list[Choice], status: Status) -> None:
-        """The model is there: these are the answers that it gives, and this its stack's status."""
+        """Attach the choices and the stack's status once the model is loaded."""
         self.choices, self.status = choices, status
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The answer to a request that does not stream, once all choices have ended."""
+        """Return the body of a non-streaming answer, once all choices have ended."""
 
     def start(self) -> list[bytes]:
-        """The events before the first token, also before the reply is opened."""
+        """Return the events before the first token, also before the reply is opened."""
         return []
 
     @abstractmethod
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """The events of a piece."""
+        """Return the events of a piece."""
 
     @abstractmethod
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
-        """The events after a choice's last token; `rest` is what was held back until then."""
+        """Return the events after a choice's last token; `rest` was held back until then."""
 
     def end(self) -> list[bytes]:
-        """The events at the very end."""
+        """Return the last events of the stream."""
         return []
 
     def keep_alive(self) -> bytes:
-        """What is sent while there is nothing to say, as during a long prefill."""
+        """Return a keep-alive event for silent phases, such as a long prefill."""
         return KEEP_ALIVE
 
     @abstractmethod
     def fail(self, error: ApiError) -> list[bytes]:
-        """The events that end a broken stream."""
+        """Return the events that end a broken stream."""
 
 
 async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """The events of all sources as they come, each with the number of its source.
+    """Yield the events of all sources as they come, each with the number of its source.
 
-    The first failure ends all of them. However it ends, all sources have been closed then.
+    The first failure ends all of them. All sources are closed on exit, also after an error.
     """
     waiting = {asyncio.ensure_future(anext(source)): n for n, source in enumerate(sources)}
     try:

@@ -36,7 +36,7 @@ class CalledCustom(Fields, frozen=True, kw_only=True):
 
 
 class CalledFunction(Fields, frozen=True, kw_only=True):
-    """What the assistant called."""
+    """The function that the assistant called, and its arguments."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -65,7 +65,7 @@ class Turn(Fields, frozen=True, kw_only=True):
 
 
 class FunctionFields(Fields, frozen=True, kw_only=True):
-    """What a function is."""
+    """A function's name, description and parameters."""
 
     name: FunctionName
     description: str | None = None
@@ -74,7 +74,7 @@ class FunctionFields(Fields, frozen=True, kw_only=True):
 
 
 class Tool(Fields, frozen=True, kw_only=True):
-    """A tool; only functions can be called here."""
+    """A tool; only functions are supported here."""
 
     type: str
     function: FunctionFields | None = None
@@ -94,7 +94,7 @@ class ToolReference(Fields, frozen=True, kw_only=True):
 
 
 class AllowedTools(Fields, frozen=True, kw_only=True):
-    """Those of the tools that may be called now."""
+    """The subset of the tools that may be called now."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[ToolReference], msgspec.Meta(max_length=MAX_TOOLS)] = msgspec.field(
@@ -120,16 +120,16 @@ class JsonSchema(Fields, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Fields, frozen=True, kw_only=True):
-    """What the answer must be."""
+    """Format of the answer: text, JSON, or JSON with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """Where llama.cpp has the schema."""
+    """llama.cpp's place for the schema."""
 
 
 class StreamOptions(Fields, frozen=True, kw_only=True):
-    """What a stream carries besides text."""
+    """Optional contents of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -138,14 +138,14 @@ class StreamOptions(Fields, frozen=True, kw_only=True):
 
 
 class ThinkingFields(Fields, frozen=True, kw_only=True):
-    """Some servers' way to turn thinking on and off."""
+    """The field by which some servers turn thinking on and off."""
 
     type: str = ""
     budget_tokens: int | None = None
 
 
 TopLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=20)]
-"""-1 is none, as for mlx-lm."""
+"""-1 means none, as for mlx-lm."""
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """llama.cpp's name of it."""
+    """llama.cpp's name for it."""
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
@@ -171,11 +171,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     thinking_budget: Count | None = None
     thinking: ThinkingFields | None = None
     continue_final_message: bool | None = None
-    """Whether the last message, an assistant's, is the beginning of the answer."""
+    """True to continue the last message, an assistant's, instead of answering it."""
 
 
 class ChatOptions(Fields, frozen=True, kw_only=True):
-    """What the reply needs to know of a request."""
+    """Fields of a request that its reply needs."""
 
     include_usage: bool = False
     include_origins: bool = False
@@ -184,7 +184,7 @@ class ChatOptions(Fields, frozen=True, kw_only=True):
 def parse_chat(
     body: bytes, defaults: Sampling, *, strict: bool = False
 ) -> tuple[Task, ChatOptions]:
-    """The task in a body; raises ApiError for what cannot be honoured."""
+    """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, ChatRequest, strict=strict)
     if request.stream_options and not request.stream:
         unknown.append("stream_options")

@@ -1,4 +1,4 @@
-"""Answers to POST /v1/chat/completions, and what text completions share with them."""
+"""Replies to POST /v1/chat/completions, and code shared with text completions."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class CompletionsReply(Reply):
-    """What chats and texts share: choices side by side, chunks, usage."""
+    """Base of chat and text replies: choices next to each other, chunks, usage."""
 
     prompts: int = 1
     answers: int = 1
-    """To all prompts together."""
+    """Answers to all prompts together."""
     include_usage: bool = False
     include_origins: bool = False
 
@@ -33,7 +33,7 @@ class CompletionsReply(Reply):
     chunk_kind = ""
 
     def whole(self) -> dict[str, Any]:
-        """See `Reply`."""
+        """Return the body; see `Reply`."""
         entries = [self._entry(choice) for choice in self.choices]
         body = {**self._envelope(self.whole_kind, entries), "usage": self._usage()}
         if len(self.choices) == 1:
@@ -43,7 +43,7 @@ class CompletionsReply(Reply):
         return body
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return the chunks of a piece; see `Reply`."""
         shows = piece.parts or piece.logprobs or (self.include_origins and piece.origins)
         if not shows:
             return []
@@ -53,19 +53,19 @@ class CompletionsReply(Reply):
         return [encode_event(body)]
 
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return a choice's last chunk; see `Reply`."""
         last = self._chunk(choice.index, self._delta(choice, None), finish_reason(choice))
         return [*self.add(choice, rest), encode_event({**last, **self._figures(choice)})]
 
     def end(self) -> list[bytes]:
-        """See `Reply`."""
+        """Return the usage chunk and the end mark; see `Reply`."""
         if not self.include_usage:
             return [DONE]
         counts = {**self._envelope(self.chunk_kind, []), "usage": self._usage()}
         return [encode_event(counts), DONE]
 
     def fail(self, error: ApiError) -> list[bytes]:
-        """See `Reply`."""
+        """Return the error event; see `Reply`."""
         return [encode_event(error.body()), DONE]
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,28 +97,28 @@ class CompletionsReply(Reply):
 
     @abstractmethod
     def _entry(self, choice: Choice) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
 
     @abstractmethod
     def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
-        """What a chunk's choice holds besides its index and reason; None is the last chunk."""
+        """Return a chunk's contents besides its index and reason; None for the last chunk."""
 
 
 def finish_reason(choice: Choice) -> str:
-    """Why an answer ended, in OpenAI's words."""
+    """Return why an answer ended, in OpenAI's terms."""
     called = choice.transcript.has_whole_calls and choice.end.reason == "stop"
     return "tool_calls" if called else _REASONS[choice.end.reason]
 
 
 class ChatReply(CompletionsReply):
-    """To POST /v1/chat/completions."""
+    """Reply to POST /v1/chat/completions."""
 
     prefix = "chatcmpl-"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def start(self) -> list[bytes]:
-        """See `Reply`."""
+        """Return the chunks with the roles; see `Reply`."""
         delta = {"delta": {"role": "assistant", "content": ""}}
         return [encode_event(self._chunk(index, delta, None)) for index in range(self.answers)]
 
@@ -163,7 +163,7 @@ class ChatReply(CompletionsReply):
 
 
 def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
-    """A request to this API; raises ApiError for what cannot be honoured."""
+    """Parse a request to this API; raises ApiError for what cannot be honoured."""
     task, options = parse_chat(body, settings.sampling, strict=settings.strict)
 
     def make_reply(model: str) -> Reply:
@@ -178,7 +178,7 @@ def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
 
 
 def describe_call(call: ParsedCall) -> dict[str, Any]:
-    """A call as OpenAI's chat API has it."""
+    """Return a call in the format of OpenAI's chat API."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

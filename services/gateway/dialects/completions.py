@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts to be continued, as OpenAI had it."""
+"""POST /v1/completions: OpenAI's original API for continuing a text."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -34,7 +34,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
     prompt: str | list[Any]
-    """A text, the tokens of one, or several of either."""
+    """A text, its tokens, or several of either."""
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -46,23 +46,23 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
     top_logprobs: TopLogprobs | None = None
-    """mlx-lm's, where `logprobs` is true."""
+    """mlx-lm's number of alternatives when `logprobs` is true."""
 
 
 class CompletionOptions(Fields, frozen=True, kw_only=True):
-    """What the reply needs to know of a request."""
+    """Fields of a request that its reply needs."""
 
     prompts: int = 1
     include_usage: bool = False
     include_origins: bool = False
     echoes: list[str] = msgspec.field(default_factory=list)
-    """What goes before each choice's text."""
+    """Text before each choice's own."""
 
 
 def parse_completion(
     body: bytes, defaults: Sampling, *, strict: bool = False
 ) -> tuple[Task, CompletionOptions]:
-    """The task in a body; raises ApiError for what cannot be honoured."""
+    """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, CompletionRequest, strict=strict)
     if request.stream_options and not request.stream:
         unknown.append("stream_options")
@@ -112,7 +112,7 @@ def _read_options(
 
 
 def _read_prompts(prompt: str | list[Any], suffix: str) -> list[PromptInput]:
-    """The text, tokens, texts, or lists of tokens; `suffix` follows the continuation of each."""
+    """Return the texts or token lists of a prompt; `suffix` follows each continuation."""
     if isinstance(prompt, str):
         several: list[Any] = [prompt]
     else:
@@ -135,7 +135,7 @@ def _read_prompt(prompt: Any, suffix: str) -> PromptInput:
 
 @dataclass
 class TextReply(CompletionsReply):
-    """To POST /v1/completions."""
+    """Reply to POST /v1/completions."""
 
     echoes: list[str] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ class TextReply(CompletionsReply):
     chunk_kind = "text_completion"
 
     def start(self) -> list[bytes]:
-        """See `Reply`."""
+        """Return the echoed prompts; see `Reply`."""
         pairs = enumerate(self.echoes)
         return [
             encode_event(self._chunk(index, {"text": text, "logprobs": None}, None))
@@ -169,7 +169,7 @@ class TextReply(CompletionsReply):
         return {"text": piece.content, "logprobs": self._logprobs(piece.logprobs, offset)}
 
     def _logprobs(self, entries: list[Logprobs], offset: int) -> dict[str, Any] | None:
-        """`offset`: characters of the answer before these."""
+        """Return the log-probabilities; `offset` is the number of characters before these."""
         if not self._wants_logprobs:
             return None
         ends = accumulate((len(entry.chosen.text) for entry in entries), initial=offset)
@@ -182,14 +182,14 @@ class TextReply(CompletionsReply):
 
 
 def _name(token: ShownToken, entry: Logprobs) -> str:
-    """A likely token's text; of a part of a character its bytes, as OpenAI names them."""
+    """Return the text of a token, or for part of a character its bytes, as OpenAI does."""
     if token == entry.chosen or "\ufffd" not in token.text:
         return token.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
 def read_completion(body: bytes, settings: GatewaySettings) -> Reading:
-    """A request to this API; raises ApiError for what cannot be honoured."""
+    """Parse a request to this API; raises ApiError for what cannot be honoured."""
     task, options = parse_completion(body, settings.sampling, strict=settings.strict)
 
     def make_reply(model: str) -> Reply:

@@ -1,8 +1,8 @@
-"""The text in what clients repeat: content blocks and items of any type, known here or not.
+"""Extract text from content blocks and items of any type, known here or not.
 
-A conversation that was begun elsewhere holds results of searches, documents, images, calls of
-tools on other servers. What of it is text is shown to the model; what is not is left out, named
-to the client, and marked where it stood.
+A conversation started elsewhere may hold search results, documents, images, calls of tools on other
+servers. Their text is shown to the model; everything else is dropped, named to the client, and
+replaced by a placeholder.
 """
 
 import base64
@@ -21,33 +21,33 @@ _OPAQUE = re.compile(
     r"|encrypted_.*|signature|citations|caller|fingerprint|annotations|logprobs|detail|image_url"
     r"|phase|execution|input_audio"
 )
-"""Fields that say nothing to a model: ids, signatures, bytes."""
+"""Fields without meaning for a model: ids, signatures, bytes."""
 _BYTES = re.compile(r"(?:data:[^,]*,)?[A-Za-z0-9+/_=-]{256,}|data:[^,\s]*;base64,\S*")
 _BARE = {"text", "content", "output", "outputs", "result", "results", "thinking", "refusal"}
-"""Fields whose values speak for themselves."""
+"""Fields whose values need no label."""
 
 
 TEXTS = {"text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"}
-"""Types of parts that are text and nothing else."""
+"""Types of parts that hold only text."""
 _KINDS = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
 
 Part = dict[str, Any]
-"""A content block or item as it was decoded."""
+"""A decoded content block or item."""
 
 
 def join_text(
     content: str | list[Part] | None, ignored: list[str], where: str, separator: str = ""
 ) -> str:
-    """The text of a content, its parts joined by the separator.
+    """Return the text of a content, its parts joined by the separator.
 
     Args:
         content: a text, or blocks of any types.
-        ignored: takes the names of what was left out, which begin with `where`.
+        ignored: collects the names of dropped fields, which begin with `where`.
         where: the content's place in the request, such as "messages[].content[]".
-        separator: between parts that are text; others have lines of their own.
+        separator: between text parts; other parts get their own lines.
 
     Raises:
-        ApiError: a field of a part has a type that it cannot have.
+        ApiError: a field of a part has an impossible type.
     """
     if not isinstance(content, list):
         return content or ""
@@ -71,21 +71,22 @@ def _read_text_part(part: Part, ignored: list[str], where: str) -> str:
 
 
 def is_opaque(field: str) -> bool:
-    """Return whether a field of this name says nothing to a model."""
+    """Return True if a field of this name has no meaning for a model."""
     return bool(_OPAQUE.fullmatch(field))
 
 
 def name_unknown(part: Part, known: Collection[str], ignored: list[str], where: str) -> None:
-    """Name the fields of a part that are left out."""
+    """Record the dropped fields of a part."""
     for field, value in part.items():
         if field not in known and value is not None:
             ignored.append(f"{where}.{field}")
 
 
 def refuse_media_alone(content: str | list[Part] | None, where: str) -> None:
-    """Refuse a message that there is nothing to read in; raises ApiError.
+    """Refuse a message without any readable text; raises ApiError.
 
-    Only the one to be answered: an image of an earlier turn must not end a conversation.
+    Only the message to be answered is checked: an image in an earlier turn must not end a
+    conversation.
     """
     if not isinstance(content, list) or not content:
         return
@@ -98,7 +99,7 @@ def refuse_media_alone(content: str | list[Part] | None, where: str) -> None:
 
 
 def to_text(block: Any, ignored: list[str], where: str) -> str:
-    """The text of a block of any type, or of a list of them (see `join_text`)."""
+    """Return the text of a block of any type, or of a list of them (see `join_text`)."""
     check_free_form(block, where)
     return "\n".join(line for line in _read(block, "", ignored, where) if line)
 
@@ -108,7 +109,7 @@ def _is_media(kind: str) -> bool:
 
 
 def _read(value: Any, name: str, ignored: list[str], where: str) -> Iterator[str]:
-    """Its lines; `name` is shown before the first."""
+    """Return its lines; `name` is shown before the first."""
     if isinstance(value, dict):
         yield from _read_block(value, ignored, where)
     elif isinstance(value, list):
@@ -144,7 +145,7 @@ def _read_block(block: dict[str, Any], ignored: list[str], where: str) -> Iterat
 
 
 def _find_plain_text(block: dict[str, Any]) -> str | None:
-    """The text of a document that is one: given as such, as blocks, or as its bytes."""
+    """Return the text of a plain-text document: given as text, as blocks, or as bytes."""
     source = block.get("source") or block.get("file") or block
     if not isinstance(source, dict):
         return None
@@ -157,7 +158,7 @@ def _find_plain_text(block: dict[str, Any]) -> str | None:
 
 
 def _decode_text(data: str, media_type: Any) -> str | None:
-    """The text of which these are the bytes; None if they are anything else's."""
+    """Decode a text from its bytes; None if they are something else."""
     if data.startswith("data:"):
         media_type, _, data = data[len("data:") :].partition(";base64,")
     if not str(media_type).startswith("text/"):

@@ -1,4 +1,4 @@
-"""Responses that were given, so that clients can continue them by name."""
+"""Earlier responses, kept so that clients can continue them by id."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class _Stored(NamedTuple):
 
 
 class Conversations:
-    """In memory, and bounded: what was not asked for longest is forgotten first."""
+    """Holds responses in memory, up to a limit; the least recently used are dropped first."""
 
     def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
         self._most = most
@@ -28,7 +28,7 @@ class Conversations:
         self._bytes = 0
 
     def keep(self, name: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Remember a response: the conversation up to its end, and its body."""
+        """Keep a response: the conversation up to its end, and its body."""
         size = len(msgspec.msgpack.encode(messages)) + len(msgspec.msgpack.encode(body))
         self._stored[name] = _Stored(messages, body, size)
         self._bytes += size
@@ -36,19 +36,19 @@ class Conversations:
             self.forget(next(iter(self._stored)))
 
     def find(self, name: str) -> Sequence[ChatMessage] | None:
-        """The conversation up to the end of a response; None if it is not known."""
+        """Return the conversation up to the end of a response; None if it is unknown."""
         if name not in self._stored:
             return None
         self._stored.move_to_end(name)
         return self._stored[name].messages
 
     def body(self, name: str) -> dict[str, Any] | None:
-        """The response itself."""
+        """Return the body of a response."""
         stored = self._stored.get(name)
         return stored.body if stored else None
 
     def forget(self, name: str) -> bool:
-        """Drop a response; whether there was one."""
+        """Drop a response; return True if there was one."""
         stored = self._stored.pop(name, None)
         self._bytes -= stored.size if stored else 0
         return stored is not None

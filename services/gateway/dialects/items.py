@@ -20,9 +20,9 @@ from services.gateway.tools.calls import ToolFunction
 
 CALL_PREFIX = "call_"
 TOOL_ITEMS = ("additional_tools", "tool_search_output")
-"""Items that bring further tools."""
+"""Items that add tools."""
 _EXTERNAL = ("mcp_list_tools", "item_reference")
-"""Tools and items of another server."""
+"""Items that refer to tools and items of another server."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _KNOWN = {
@@ -31,11 +31,11 @@ _KNOWN = {
 }
 _NAMES = ("name", "namespace", "server_label")
 _OUTPUTS = ("output", "outputs", "result", "results", "error")
-"""Fields that hold what came of a call."""
+"""Fields that hold the result of a call."""
 
 
 class ResponsesTool(Fields, frozen=True, kw_only=True):
-    """A tool; functions and custom tools can be called here, alone or in a namespace."""
+    """A tool; functions and custom tools are supported, alone or in a namespace."""
 
     type: str
     name: FunctionName | None = None
@@ -45,10 +45,10 @@ class ResponsesTool(Fields, frozen=True, kw_only=True):
 
 
 def add_item(messages: list[ChatMessage], item: Part, unknown: list[str]) -> None:
-    """Add an item; what the assistant thought, said and called in a row is one message.
+    """Add an item; consecutive thoughts, texts and calls of the assistant form one message.
 
     Raises:
-        ApiError: a field has a type that it cannot have.
+        ApiError: a field has an impossible type.
     """
     for message in _read_item(item, unknown):
         last = messages[-1] if messages else None
@@ -59,7 +59,7 @@ def add_item(messages: list[ChatMessage], item: Part, unknown: list[str]) -> Non
 
 
 def _read_item(item: Part, unknown: list[str]) -> list[ChatMessage]:
-    """The messages that an item is, whatever its type; what is left out is named."""
+    """Return the messages of an item of any type; dropped parts are recorded."""
     kind = str(item.get("type") or "message")
     if known := _KNOWN.get(kind):
         name_unknown(item, known, unknown, "input[]")
@@ -89,7 +89,7 @@ def _read_message(item: Part, unknown: list[str]) -> ChatMessage:
 
 
 def _read_tool_item(item: Part, kind: str, unknown: list[str]) -> list[ChatMessage]:
-    """Tools are not a part of the conversation, unless they are what a search found."""
+    """Return the messages of an item with tools: none, unless a search found the tools."""
     if kind in _EXTERNAL:
         unknown.append(f"input[].{kind}")
     if kind != "tool_search_output":
@@ -106,7 +106,7 @@ def _read_content(content: Any, unknown: list[str]) -> str:
 
 
 def _read_call(item: Part, kind: str, unknown: list[str]) -> list[ChatMessage]:
-    """A call of any tool; one that ran elsewhere comes with its result."""
+    """Return the call of any tool; one that ran elsewhere includes its result."""
     check_free_form(item, "input")
     name = join_name(item.get("namespace") or item.get("server_label"), item.get("name") or kind)
     rest = {
@@ -126,7 +126,7 @@ def _read_call(item: Part, kind: str, unknown: list[str]) -> list[ChatMessage]:
 
 
 def _read_output(item: Part, outputs: Part, unknown: list[str]) -> ChatMessage:
-    """What came of a call, of which the item says the id."""
+    """Return the result of a call, whose id is in the item."""
     shown = {
         field: value
         for field, value in outputs.items()
@@ -154,14 +154,14 @@ def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:
 
 
 def join_name(namespace: Any, name: Any) -> str:
-    """The name by which the model knows a tool of a namespace."""
+    """Return the name by which the model knows a tool of a namespace."""
     if not namespace:
         return str(name or "")
     return f"{namespace}{'' if str(namespace).endswith('__') else '__'}{name or ''}"
 
 
 def read_tools(tools: list[dict[str, Any]], unknown: list[str]) -> list[ToolFunction]:
-    """The tools that the client runs; those of OpenAI's servers are named instead."""
+    """Return the tools that the client runs; those of OpenAI's servers are recorded as dropped."""
     functions: dict[str, ToolFunction] = {}
     for fields in tools:
         check_free_form(fields, "tools")
@@ -174,7 +174,7 @@ def read_tools(tools: list[dict[str, Any]], unknown: list[str]) -> list[ToolFunc
 
 
 def _open_namespace(tool: ResponsesTool) -> list[tuple[str, ResponsesTool]]:
-    """The tools that this one is, each with its namespace."""
+    """Expand a namespace into its tools, each with the namespace."""
     if tool.type != "namespace":
         return [("", tool)]
     return [(tool.name or "", _convert(fields)) for fields in tool.tools]
@@ -188,7 +188,7 @@ def _convert(fields: dict[str, Any]) -> ResponsesTool:
 
 
 def _read_tool(tool: ResponsesTool, namespace: str) -> ToolFunction | None:
-    """A tool that can be called; None for those of OpenAI's servers."""
+    """Return a callable tool; None for those of OpenAI's servers."""
     parameters = tool.parameters
     if tool.type == "custom":
         parameters = {

@@ -24,7 +24,7 @@ from services.gateway.task import PromptInput, Task, Thinking, make_sampling
 from services.gateway.tools.calls import ToolFunction
 
 CALL_PREFIX = "toolu_"
-"""What ids of calls begin with, as Anthropic's do."""
+"""Prefix of call ids, as in Anthropic's API."""
 
 
 class MessageTurn(Fields, frozen=True, kw_only=True):
@@ -52,21 +52,21 @@ class MessageToolChoice(Fields, frozen=True, kw_only=True):
 
 
 class ThinkingConfig(Fields, frozen=True, kw_only=True):
-    """Whether the model thinks first, and how much."""
+    """Thinking on or off, and its budget."""
 
     type: str
     budget_tokens: Count | None = None
 
 
 class OutputFormat(Fields, frozen=True, kw_only=True):
-    """What the answer must be."""
+    """Format of the answer."""
 
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(Fields, frozen=True, kw_only=True):
-    """How much effort to make, and what the answer must be."""
+    """Effort and format of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -96,7 +96,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 def parse_messages(body: bytes, defaults: Sampling, *, strict: bool = False) -> Task:
-    """The task in a body; raises ApiError for what cannot be honoured."""
+    """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, MessagesRequest, strict=strict)
     sampling = make_sampling(
         defaults,
@@ -114,7 +114,7 @@ def parse_messages(body: bytes, defaults: Sampling, *, strict: bool = False) -> 
 
 
 def parse_count(body: bytes, *, strict: bool = False) -> Task:
-    """The task whose prompt is to be counted; errors as for `parse_messages`."""
+    """Return the task whose prompt is to be counted; errors as for `parse_messages`."""
     request, unknown = decode_body(body, CountRequest, strict=strict)
     return _read_task(request, Sampling(), unknown)
 
@@ -145,17 +145,17 @@ def _read_prompt(request: CountRequest, unknown: list[str]) -> PromptInput:
     refuse_media_alone(request.messages[-1].content, "messages")
     answer_start = ""
     last = messages[-1]
-    # An answer that the client has begun is continued.
+    # An answer started by the client is continued.
     if last.role == "assistant" and not last.tool_calls and len(messages) > 1:
         answer_start = messages.pop().content
     return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
 
 
 def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
-    """A message; results of tools are messages of their own, the user's come first.
+    """Convert a message; tool results become separate messages before the user's.
 
-    Calls of tools on servers have their results within the assistant's message, which goes on
-    after them: that is several messages to a template.
+    Calls of tools on servers have their results inside the assistant's message, which continues
+    after them; for a template these are several messages.
     """
     if isinstance(turn.content, str):
         return [ChatMessage(turn.role, turn.content)]
@@ -177,7 +177,7 @@ def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
 
 
 def _read_blocks(role: str, blocks: list[Part], unknown: list[str]) -> ChatMessage:
-    """The message of one role that these blocks are."""
+    """Return the message of one role made of these blocks."""
     texts = [block for block in blocks if not _is_apart(block)]
     for block in blocks:
         if known := _KNOWN.get(str(block.get("type"))):
@@ -196,7 +196,7 @@ def _read_blocks(role: str, blocks: list[Part], unknown: list[str]) -> ChatMessa
 
 
 def _read_result(block: Part, unknown: list[str]) -> ChatMessage:
-    """The result of a call, whoever ran the tool."""
+    """Return the result of a call, whether the client or a server ran the tool."""
     content = block.get("content")
     if isinstance(content, dict):
         content = [content]
@@ -212,7 +212,7 @@ def _call_id(found: Any) -> str:
 
 
 def _full_name(block: Part) -> str:
-    """The tool that a block calls: of an MCP server, with the server's name."""
+    """Return the tool that a block calls, with the server's name for an MCP tool."""
     names = (block.get("server_name"), block.get("name"))
     return "__".join(str(name) for name in names if name)
 
@@ -229,11 +229,11 @@ _KNOWN = {
     "tool_use": {"type", "id", "name", "input", "caller"},
     "tool_result": {"type", "tool_use_id", "content", "is_error"},
 }
-"""Fields of blocks that are read, or that say nothing to a model."""
+"""Fields of blocks that are read, or that have no meaning for a model."""
 
 
 def _choose_tools(request: CountRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
-    """The functions that may be called, and whether one of them must be."""
+    """Return the functions that may be called, and whether one of them must be."""
     functions: list[ToolFunction] = []
     for tool in _list_tools(request, unknown):
         if tool.input_schema is None:
@@ -258,7 +258,7 @@ def _choose_tools(request: CountRequest, unknown: list[str]) -> tuple[list[ToolF
 
 
 def _list_tools(request: CountRequest, unknown: list[str]) -> list[MessageTool]:
-    """The tools, with those that came and without those that went during the conversation."""
+    """Return the tools, including additions and removals during the conversation."""
     tools = {tool.name: tool for tool in request.tools or []}
     blocks = (
         b for turn in request.messages if not isinstance(turn.content, str) for b in turn.content
@@ -282,7 +282,7 @@ def _list_tools(request: CountRequest, unknown: list[str]) -> list[MessageTool]:
 
 
 def _read_thinking(config: ThinkingConfig | None, effort: str | None) -> Thinking:
-    """Models of this API do not think unless they are asked to."""
+    """Return the thinking options; models of this API think only on request."""
     known = normalise_effort(effort)
     if config is None:
         return Thinking(enabled=False, effort=known)

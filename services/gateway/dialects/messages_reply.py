@@ -1,4 +1,4 @@
-"""Answers to POST /v1/messages."""
+"""Replies to POST /v1/messages."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from services.gateway.tools.calls import ParsedCall
 from services.gateway.transcript import Part, Piece
 
 _NOTHING_COUNTED = {"input_tokens": 0, "output_tokens": 0}
-"""What is known of the tokens while the model is being loaded."""
+"""Token counts while the model is being loaded."""
 
 _REASONS = {
     "stop": "end_turn",
@@ -30,15 +30,15 @@ class MessagesReply(Reply):
 
     def __post_init__(self) -> None:
         self._index = -1
-        """Of the last block."""
+        """Index of the last block."""
         self._open = ""
-        """Type of the block that is being sent; empty for none."""
+        """Type of the open block; empty for none."""
         self._blanks = ""
-        """Blanks of the text that nothing else was sent of."""
+        """Whitespace of a text block that has no other content so far."""
         self._begun = False
 
     def whole(self) -> dict[str, Any]:
-        """See `Reply`."""
+        """Return the message; see `Reply`."""
         [choice] = self.choices
         blocks = [_make_block(part) for part in choice.transcript.parts if _shows(part)]
         return {
@@ -48,11 +48,11 @@ class MessagesReply(Reply):
         }
 
     def start(self) -> list[bytes]:
-        """See `Reply`; while the prompt is computed, `message_start` waits for its count."""
+        """Return no events: `message_start` needs the prompt's token count; see `Reply`."""
         return [] if self.choices else self._begin(_NOTHING_COUNTED)
 
     def _begin(self, usage: dict[str, Any]) -> list[bytes]:
-        """The first event, unless it was sent."""
+        """Return the first event, unless it was sent."""
         if self._begun:
             return []
         self._begun = True
@@ -65,12 +65,12 @@ class MessagesReply(Reply):
         return [self._encode("message_start", message=message)]
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return the events of a piece; see `Reply`."""
         sent = [event for part in piece.parts for event in self._send(part)]
         return [*self._begin(count_message_usage(choice)), *sent]
 
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return the events that end the message; see `Reply`."""
         return [
             *self.add(choice, rest),
             *self._close(),
@@ -81,11 +81,11 @@ class MessagesReply(Reply):
         ]
 
     def keep_alive(self) -> bytes:
-        """See `Reply`."""
+        """Return a ping, or the first event; see `Reply`."""
         return self._encode("ping")
 
     def fail(self, error: ApiError) -> list[bytes]:
-        """See `Reply`."""
+        """Return the error event; see `Reply`."""
         return [encode_event(error.anthropic_body(), "error")]
 
     def _envelope(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class MessagesReply(Reply):
         return [*self._open_block("text", _make_block("")), self._delta(delta)]
 
     def _open_block(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        """The events that make a block of this type the open one."""
+        """Return the events that open a block of this type."""
         if self._open == kind:
             return []
         closing = self._close()
@@ -140,7 +140,7 @@ class MessagesReply(Reply):
 
 
 def count_message_usage(choice: Choice) -> dict[str, Any]:
-    """Token counts, so far; those of the prompt that were cached are counted apart."""
+    """Return the token counts so far; cached prompt tokens are counted separately."""
     return {
         "input_tokens": choice.prompt_tokens - choice.cached_tokens,
         "output_tokens": choice.transcript.tokens,
@@ -178,6 +178,6 @@ def _make_block(part: Part) -> dict[str, Any]:
 
 
 def read_messages(body: bytes, settings: GatewaySettings) -> Reading:
-    """A request to this API; raises ApiError for what cannot be honoured."""
+    """Parse a request to this API; raises ApiError for what cannot be honoured."""
     task = parse_messages(body, settings.sampling, strict=settings.strict)
     return Reading(task, MessagesReply)

@@ -1,4 +1,4 @@
-"""What OpenAI's three APIs share: fields of requests, tools, and the figures of answers."""
+"""Shared by OpenAI's three APIs: fields of requests, tools, and the figures of answers."""
 
 import re
 from typing import Annotated, Any
@@ -18,17 +18,17 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 StopString = Annotated[str, msgspec.Meta(max_length=1024)]
 Stop = StopString | Annotated[list[StopString], msgspec.Meta(max_length=16)]
 Penalty = Annotated[float, msgspec.Meta(ge=0, le=10)]
-"""0 and 1 are off; else at least 0.1."""
+"""0 and 1 mean off; otherwise at least 0.1."""
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all: fields that are not named here are left out (see `body`)."""
+    """Base of all fields: undeclared fields are dropped (see `body`)."""
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
-    """How to draw tokens; None is the same as not given. The second half are extensions."""
+    """Sampling options; None means not given. The second half are extensions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -42,31 +42,31 @@ class SamplingFields(Fields, frozen=True, kw_only=True):
         | Annotated[list[tuple[int | str, Bias | bool]], msgspec.Meta(max_length=1024)]
         | None
     ) = None
-    """llama.cpp's are pairs, of which false bans a token."""
+    """llama.cpp's form is a list of pairs, in which false bans a token."""
 
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     repetition_penalty: Penalty | None = None
     repeat_penalty: Penalty | None = None
-    """llama.cpp's name of it."""
+    """llama.cpp's name for it."""
     json_schema: dict[str, Any] | None = None
-    """llama.cpp's: what the answer must follow."""
+    """llama.cpp's field for the schema of the answer."""
     draft_model: str | msgspec.UnsetType | None = msgspec.UNSET
-    """null: plain decoding."""
+    """null means plain decoding."""
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """0: plain decoding."""
+    """0 means plain decoding."""
     acceptance: Acceptance | None = None
     """coupled: the tokens of plain decoding; rejection: their distribution."""
     draft_temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     draft_top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     saguaro_c: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Rejection: the draft's weight for tokens that are prepared for."""
+    """Rejection only: the draft's weight for prepared tokens."""
 
 
 def read_sampling(
     fields: SamplingFields, defaults: Sampling, *, logprobs: int | None = None
 ) -> Sampling:
-    """The sampling parameters of a request."""
+    """Return the sampling parameters of a request."""
     repetition = fields.repetition_penalty
     return make_sampling(
         defaults,
@@ -110,7 +110,7 @@ _LEAST_PENALTY = 0.1
 
 
 def read_drafting(fields: SamplingFields) -> dict[str, Any]:
-    """The fields of a `Task` that say how to draft."""
+    """Return the fields of a `Task` that control drafting."""
     named = fields.draft_model if isinstance(fields.draft_model, str) else None
     return {
         "plain": fields.draft_model is None or fields.num_draft_tokens == 0,
@@ -120,14 +120,14 @@ def read_drafting(fields: SamplingFields) -> dict[str, Any]:
 
 
 def list_stops(stop: str | list[str] | None) -> list[str]:
-    """The stop strings; empty ones stop nothing."""
+    """Return the stop strings without empty ones."""
     return [string for string in ([stop] if isinstance(stop, str) else stop or []) if string]
 
 
 def choose_functions(
     functions: list[ToolFunction], names: list[str], param: str
 ) -> list[ToolFunction]:
-    """Those of these names; raises ApiError for a name that is none of them."""
+    """Return the functions of these names; raises ApiError for an unknown name."""
     known = {function.name: function for function in functions}
     if missing := [name for name in names if name not in known]:
         raise refuse_value(param, f"there is no tool {missing[0]!r}")
@@ -135,12 +135,12 @@ def choose_functions(
 
 
 def describe_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call of an earlier turn, as templates want it: its arguments are an object."""
+    """Return a call of an earlier turn as templates expect it, with its arguments as an object."""
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, RecursionError):
-            # A call that was cut off, sent back; or no JSON at all.
+            # A truncated call sent back, or invalid JSON.
             completed = msgspec.json.decode(complete_json(arguments))
             arguments = completed or ({} if arguments.strip() == "{" else arguments)
     arguments = arguments if isinstance(arguments, dict) else {"input": arguments}
@@ -149,15 +149,15 @@ def describe_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def normalise_effort(effort: str | None) -> Effort | None:
-    """The effort, if it is one that is known; clients invent others."""
+    """Return the effort if it is known; clients send others."""
     return next((known for known in EFFORTS if known == effort), None)
 
 
 def system_first(messages: list[ChatMessage], unknown: list[str]) -> list[ChatMessage]:
-    """With all of the leading system messages as one: templates often take only one.
+    """Merge the leading system messages, since templates often take only one.
 
-    Headers for the client's provider are left out: they differ from conversation to
-    conversation, so none could go on from the prefix of another.
+    Headers for the client's provider are dropped: they differ between conversations and would
+    prevent prefix reuse.
     """
     count = next((n for n, m in enumerate(messages) if m.role != "system"), len(messages))
     given = [message.content for message in messages[:count]]
@@ -172,7 +172,7 @@ _HEADER = re.compile(r"(x-[a-z0-9]+(?:-[a-z0-9]+)+):[^\n]*(?:\n|\Z)")
 
 
 def _drop_headers(system: str, unknown: list[str]) -> str:
-    """Instructions without the header lines that they begin with."""
+    """Return instructions without the header lines at their start."""
     while found := _HEADER.match(system):
         unknown.append(f"system.{found[1]}")
         system = system[found.end() :]
@@ -180,7 +180,7 @@ def _drop_headers(system: str, unknown: list[str]) -> str:
 
 
 def count_usage(choices: list[Choice], *, prompts: int = 1) -> dict[str, Any]:
-    """Token counts; the choices of one prompt share it."""
+    """Return token counts; the choices of one prompt share it."""
     per_prompt = max(1, len(choices) // prompts)
     firsts = [choice.end for choice in choices[::per_prompt]]
     prompt = sum(end.prompt_tokens for end in firsts)
@@ -196,7 +196,7 @@ def count_usage(choices: list[Choice], *, prompts: int = 1) -> dict[str, Any]:
 
 
 def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str, Any]:
-    """Times in ms, speeds in tokens per second, as llama.cpp has them."""
+    """Return times in ms and speeds in tokens per second, as llama.cpp does."""
     s = finished.statistics
     prompt_ms = s.phase_ms.get("prefill_verifier", 0.0)
     fresh = finished.prompt_tokens - finished.cached_tokens
@@ -216,7 +216,7 @@ def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str,
 
 
 def report_speculation(finished: Finished, request: Generate) -> dict[str, Any]:
-    """How speculation went; definitions: docs/guide/statistics.md."""
+    """Return figures of the speculation; for definitions see docs/guide/statistics.md."""
     s = finished.statistics
     return {
         "mode": request.mode,

@@ -38,7 +38,7 @@ class ResponsesToolChoice(Fields, frozen=True, kw_only=True):
 
 
 class TextFormat(Fields, frozen=True, kw_only=True):
-    """What the answer must be."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -48,13 +48,13 @@ class TextFormat(Fields, frozen=True, kw_only=True):
 
 
 class TextConfig(Fields, frozen=True, kw_only=True):
-    """How the answer's text is to be."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
 
 
 class ReasoningConfig(Fields, frozen=True, kw_only=True):
-    """How much the model is to think."""
+    """Options for the model's thinking."""
 
     effort: str | None = None
     summary: str | None = None
@@ -82,10 +82,10 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
 def parse_responses(
     body: bytes, defaults: Sampling, conversations: Conversations, *, strict: bool = False
 ) -> tuple[Task, ResponsesRequest]:
-    """The task in a body; raises ApiError for what cannot be honoured."""
+    """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, ResponsesRequest, strict=strict)
     if request.background:
-        raise refuse_value("background", "there is no background here: wait, or stream")
+        raise refuse_value("background", "background responses are not supported: wait, or stream")
     functions, must_call = _choose_tools(request, unknown)
     reasoning = request.reasoning or ReasoningConfig()
     task = Task(
@@ -109,7 +109,7 @@ def parse_responses(
 def _read_input(
     request: ResponsesRequest, conversations: Conversations, unknown: list[str]
 ) -> list[ChatMessage]:
-    """The conversation; instructions hold for this answer only and come first."""
+    """Return the conversation; instructions hold for this answer only and come first."""
     messages: list[ChatMessage] = []
     if request.instructions:
         messages.append(ChatMessage("system", request.instructions))
@@ -133,7 +133,7 @@ def _read_input(
 
 
 def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
-    """The functions that may be called, and whether one of them must be."""
+    """Return the functions that may be called, and whether one of them must be."""
     functions = read_tools(_list_tools(request), unknown)
     match request.tool_choice:
         case "none":
@@ -158,7 +158,7 @@ def _full_name(chosen: ResponsesToolChoice) -> str:
 
 
 def _list_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The tools of the request, and those that came during the conversation."""
+    """Return the tools of the request, and those added during the conversation."""
     tools = list(request.tools or [])
     for item in request.input if not isinstance(request.input, str) else []:
         if item.get("type") in TOOL_ITEMS and isinstance(item.get("tools"), list):

@@ -1,4 +1,4 @@
-"""Answers to POST /v1/responses: items of thought, text and calls."""
+"""Replies to POST /v1/responses: items of thought, text and calls."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,46 +28,46 @@ class ResponsesReply(Reply):
     task: Task
     conversations: Conversations
     items: list[dict[str, Any]] = field(default_factory=list)
-    """Those that are complete."""
+    """Completed items."""
 
     streamed_refusals = frozenset({"context_length_exceeded"})
 
     def __post_init__(self) -> None:
         self._numbers = 0
         self._open: Part | None = None
-        """The item that is being sent, as far as it has come."""
+        """The open item, with its contents so far."""
         self._item_id = ""
         self._blanks = ""
 
     def whole(self) -> dict[str, Any]:
-        """See `Reply`."""
+        """Return the response; see `Reply`."""
         [choice] = self.choices
         parts = [part for part in choice.transcript.parts if _shows(part)]
         self.items = [self._make_item(part, f"{self.name}{n}") for n, part in enumerate(parts)]
         return self._complete(choice)
 
     def start(self) -> list[bytes]:
-        """See `Reply`."""
+        """Return the first events; see `Reply`."""
         body = self._body("in_progress")
         return [self._event("created", response=body), self._event("in_progress", response=body)]
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return the events of a piece; see `Reply`."""
         del choice
         return [event for part in piece.parts for event in self._send(part)]
 
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
-        """See `Reply`."""
+        """Return the events that end the response; see `Reply`."""
         events = [*self.add(choice, rest), *self._close()]
         body = self._complete(choice)
         return [*events, self._event(body["status"], response=body)]
 
     def keep_alive(self) -> bytes:
-        """See `Reply`; an event, since clients give up on a stream that has none for minutes."""
+        """Return an event, since clients give up on a stream without one for minutes."""
         return self._event("in_progress", response=self._body("in_progress"))
 
     def fail(self, error: ApiError) -> list[bytes]:
-        """See `Reply`."""
+        """Return the error event; see `Reply`."""
         body = self._body("failed")
         body["error"] = {"code": error.code or "server_error", "message": error.message}
         return [self._event("failed", response=body)]
@@ -117,7 +117,7 @@ class ResponsesReply(Reply):
         }
 
     def _conversation(self, choice: Choice) -> list[ChatMessage]:
-        """All turns up to this answer's; the instructions held for it only."""
+        """Return all turns up to this answer's; the instructions held for it only."""
         messages = list(self.task.prompts[0].messages)
         if self.request.instructions and messages[0].role == "system":
             rest = messages[0].content.removeprefix(self.request.instructions).lstrip("\n")
@@ -203,7 +203,7 @@ class ResponsesReply(Reply):
         return events
 
     def _open_item(self, part: Part) -> list[bytes]:
-        """The events that begin an item of this kind."""
+        """Return the events that start an item of this kind."""
         closing = self._close()
         self._open = Thought("") if isinstance(part, Thought) else ""
         item = self._make_item(self._open, self._new_id())
@@ -217,7 +217,7 @@ class ResponsesReply(Reply):
         ]
 
     def _close(self) -> list[bytes]:
-        """The events that end the open item."""
+        """Return the events that end the open item."""
         if self._open is None:
             return []
         item = {**self._make_item(self._open, ""), "id": self._item_id}
@@ -249,7 +249,7 @@ class ResponsesReply(Reply):
 
 
 def read_responses(body: bytes, settings: GatewaySettings, conversations: Conversations) -> Reading:
-    """A request to this API; raises ApiError for what cannot be honoured."""
+    """Parse a request to this API; raises ApiError for what cannot be honoured."""
     task, request = parse_responses(body, settings.sampling, conversations, strict=settings.strict)
 
     def make_reply(model: str) -> Reply:
@@ -271,7 +271,7 @@ def _make_text(text: str) -> dict[str, Any]:
 
 
 def _without_none(fields: Any) -> Any:
-    """A struct as JSON, without what was not given."""
+    """Convert a struct to JSON without the fields that are None."""
     plain = msgspec.to_builtins(fields)
     if not isinstance(plain, dict):
         return plain

@@ -1,7 +1,7 @@
-"""HTTP connections within limits: their number, what they may take their time for, and turns.
+"""HTTP connections with limits on their number and their time, served in turns.
 
-What a connection sends is parsed in small slices, one connection after the other, so that none of
-them keeps the others waiting. One that has nothing to be answered gives way to new ones.
+Data is parsed in small slices, one connection after the other, so that none of them delays the
+others. An idle connection makes way for a new one.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ _log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 4000
 _OTHERS = 256
-"""Descriptors for everything else."""
+"""File descriptors for everything else."""
 _HEAD_S = 10.0
-"""Longest wait for the head of a request, once it has begun or the connection is new."""
+"""Longest wait for the head of a request, from its start or from the connection's."""
 _STALL_S = 20.0
 """Longest wait for a client that reads nothing of its answer."""
 _SLICE = 4096
-"""Bytes that are parsed at once: some ten milliseconds if each has a chunk of its own."""
+"""Bytes parsed at once: some ten milliseconds if each has its own chunk."""
 _OVERHEAD = 64 * 1024
-"""Bytes by which the chunks of a body may exceed twice what they hold."""
+"""Bytes by which the chunks of a body may exceed twice its contents."""
 
 _REASON = b"""{"error": {"message": "too many connections; try again later", "code": "busy"}}"""
 _BUSY = b"\r\n".join(
@@ -40,18 +40,18 @@ _BUSY = b"\r\n".join(
 
 
 def count_connections(descriptors: int) -> int:
-    """How many connections there may be: each has a request with descriptors of its own."""
+    """Return the maximum number of connections: each request needs its own descriptors."""
     return max(1, min(_MOST_CONNECTIONS, (descriptors - _OTHERS) // 3))
 
 
 class Turns:
-    """Parses what connections have sent, a slice of each in turn."""
+    """Parses received data, a slice per connection in turn."""
 
     def __init__(self) -> None:
         self._waiting: deque[HttpConnection] = deque()
 
     def add(self, connection: "HttpConnection") -> None:
-        """This one has sent something."""
+        """Queue a connection that has received data."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._parse)
         self._waiting.append(connection)
@@ -70,18 +70,18 @@ class HttpConnection(H11Protocol):
     """One connection."""
 
     most = _MOST_CONNECTIONS
-    """Set it once it is known how many descriptors there are."""
+    """Set once the number of descriptors is known."""
     turns = Turns()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: deque[bytes] = deque()
-        """What has arrived and is not parsed yet."""
+        """Data received and not parsed yet."""
         self._timer: asyncio.TimerHandle | None = None
         self._parsed = 0
-        """Bytes of the body that is being read, as they were sent."""
+        """Raw bytes of the current body."""
         self._held = 0
-        """What they held."""
+        """Content bytes of the current body."""
         self._heard_at = self.loop.time()
 
     @property
@@ -94,7 +94,7 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or another one's place, or refuse it."""
+        """Accept the connection, replacing an idle one if necessary, or refuse it."""
         super().connection_made(transport)
         if len(self.connections) > self.most and not self._replace_another():
             transport.write(_BUSY)
@@ -114,13 +114,13 @@ class HttpConnection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget what it has sent."""
+        """Drop the data it has received."""
         self._sent.clear()
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse it as soon as it is this connection's turn."""
+        """Queue the data for parsing."""
         self._heard_at = self.loop.time()
         if not self._sent:
             self.turns.add(self)
@@ -128,7 +128,7 @@ class HttpConnection(H11Protocol):
         self.flow.pause_reading()
 
     def parse_slice(self) -> bool:
-        """Parse the next bytes; whether more of them wait."""
+        """Parse the next bytes; return True if there are more."""
         if not self._sent or self.transport.is_closing():
             self._sent.clear()
             return False
@@ -160,12 +160,12 @@ class HttpConnection(H11Protocol):
     # ------------------------------------------------------------ clients that do nothing
 
     def pause_writing(self) -> None:
-        """The client does not read; it has some time to begin again."""
+        """Start a timeout for a client that does not read."""
         super().pause_writing()
         self._time(_STALL_S, "the client does not read its answer")
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Stop the timeout: the client reads again."""
         super().resume_writing()
         self._stop_timer()
 

@@ -1,1 +1,1 @@
-"""Tools: how a model learns of them, how it writes calls, and how those are read."""
+"""Tools: how they are described to a model, and how its calls are written and parsed."""

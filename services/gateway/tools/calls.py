@@ -1,4 +1,4 @@
-"""Functions that a model may call, a call of one, and the grammar of an answer that must call."""
+"""Functions that a model may call, a parsed call, and the grammar of a forced call."""
 
 import json
 import secrets
@@ -10,7 +10,7 @@ import msgspec
 from protocol.decoding.grammar import json_rule
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-"""The marks of a call that a grammar forces, and of models that know no others."""
+"""The marks of a call that a grammar forces, and the default marks of models without others."""
 
 
 class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,14 +19,14 @@ class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments; None: whatever object the model writes."""
+    """JSON schema of its arguments; None allows any object."""
     freeform: bool = False
-    """Whether the client wants one plain text (argument `input`) instead of JSON."""
+    """True if the client wants one plain text (argument `input`) instead of JSON."""
     namespace: str = ""
-    """What the client calls apart from the name, which begins with it here."""
+    """Separate for the client; here the name begins with it."""
 
     def describe(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Return the function as chat templates expect it."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {
             "name": self.name,
@@ -44,11 +44,11 @@ class ParsedCall(NamedTuple):
     """JSON, unless the answer was cut off within it."""
     id: str
     complete: bool = True
-    """False: the answer ended within the call."""
+    """False if the answer ended within the call."""
 
     @property
     def value(self) -> dict[str, Any]:
-        """The arguments as an object; of a cut-off call, those that can be made out."""
+        """The arguments as an object; for a truncated call, those that can be recovered."""
         text = self.arguments if self.complete else complete_json(self.arguments)
         try:
             value = json.loads(text)
@@ -58,20 +58,20 @@ class ParsedCall(NamedTuple):
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no others."""
+    """Return nine letters and digits: Mistral's templates accept no others."""
     return secrets.token_hex(5)[:9]
 
 
 def call_grammar(
     functions: Sequence[ToolFunction], start: str = f'"{CALL_START}"', end: str = f'"{CALL_END}"'
 ) -> str:
-    """The grammar of an answer that must call one of these, between marks that are rules."""
+    """Return the grammar of an answer that must call one of these, between marks that are rules."""
     rule = json_rule(call_schema(functions, "arguments"))
     return f'start: {start} "\\n" call "\\n" {end}\ncall: {rule}'
 
 
 def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, Any]:
-    """The schema of a call in JSON; `arguments` is the family's name for them."""
+    """Return the schema of a call in JSON; `arguments` is the family's name for them."""
     kinds = [
         {
             "type": "object",
@@ -88,7 +88,7 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
 
 
 def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a forced call's arguments: `{}` for a function without parameters."""
+    """Return the schema of a forced call's arguments: `{}` for a function without parameters."""
     ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
     if any(parameters.get(way) for way in ways):
         closed: dict[str, Any] = close_objects(parameters)
@@ -97,10 +97,10 @@ def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def close_objects(schema: Any) -> Any:
-    """The schema with objects that hold only the properties it names.
+    """Return the schema with objects limited to their named properties.
 
-    A model that may invent further ones goes on until its tokens are spent. Objects that say
-    something about further properties themselves, or name none, stay as they are.
+    A model that may invent more properties continues until its tokens are spent. Objects that
+    mention further properties themselves, or name none, stay unchanged.
     """
     if isinstance(schema, list):
         return [close_objects(part) for part in schema]
@@ -118,7 +118,7 @@ def close_objects(schema: Any) -> Any:
 
 
 def _close_named(schemas: Any) -> Any:
-    """A map of names to schemas."""
+    """Close the objects in a map of names to schemas."""
     if not isinstance(schemas, dict):
         return schemas
     return {name: close_objects(schema) for name, schema in schemas.items()}
@@ -132,7 +132,7 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 
 
 def complete_json(text: str) -> str:
-    """A JSON text that breaks off, with what is open in it closed."""
+    """Return a truncated JSON text with everything open in it closed."""
     closers: list[str] = []
     in_string = escaped = False
     for character in text:

@@ -1,8 +1,8 @@
-"""How a model writes calls of tools: the marks around a call, and what reads the text between.
+"""How a model writes tool calls: the marks around a call, and the parser of the text between.
 
-Many models write JSON or XML within <tool_call>, which `reader` reads itself. For the others
-mlx-lm has parsers, one module each, with their marks. Those modules need nothing of mlx-lm but
-each other, so they are loaded without it: a gateway computes nothing and carries no MLX.
+Many models write JSON or XML within <tool_call>, which `reader` parses itself. For the others
+mlx-lm has parsers, one module each, with their marks. Those modules import only each other, so they
+are loaded without mlx-lm: a gateway computes nothing and does not depend on MLX.
 """
 
 import importlib
@@ -23,26 +23,26 @@ _log = logging.getLogger(__name__)
 _PACKAGE = "ssd_tool_parsers"
 
 Parser = Callable[[str, list[dict[str, Any]]], Any]
-"""Text between the marks, and the tools -> name and arguments, or several of these."""
+"""(text between the marks, tools) -> name and arguments, or a list of these."""
 
 
 class ToolFormat(NamedTuple):
-    """The marks of a call, and what reads it."""
+    """The marks of a call, and its parser."""
 
     start: str = CALL_START
     end: str = CALL_END
-    """Empty: a call goes on to the end of the answer."""
+    """Empty if a call extends to the end of the answer."""
     parse: Parser | None = None
-    """None: our own, for JSON and XML within <tool_call>."""
+    """None for our own, for JSON and XML within <tool_call>."""
     has_inner_name: bool = False
-    """Whether the start mark is a part of the call, as in `<function name=`."""
+    """True if the start mark is part of the call, as in `<function name=`."""
 
 
 def find_tool_format(text: ModelText) -> ToolFormat:
-    """The format of a model.
+    """Return the call format of a model.
 
-    Its `tool_parser_type` decides if it has one, as with mlx-lm; otherwise the start mark that
-    its chat template mentions; otherwise a mark that is a token of its own.
+    Its `tool_parser_type` decides if it has one, as with mlx-lm; otherwise the start mark in its
+    chat template; otherwise a mark that is a token.
     """
     parsers = load_parsers()
     named = text.config.get("tool_parser_type")
@@ -53,7 +53,7 @@ def find_tool_format(text: ModelText) -> ToolFormat:
     template = text.template
     candidates = [p for p in parsers.values() if p.tool_call_start in template]
     special = [p for p in candidates if p.tool_call_start != CALL_START]
-    # GLM shares the common mark, and is known by what stands within.
+    # GLM shares the common mark; the text inside identifies it.
     glm = [parsers["glm47"]] if "<arg_key>" in template and "glm47" in parsers else []
     by_token = [] if CALL_START in template else _find_by_tokens(text, parsers)
     chosen = max(special or glm or by_token, key=lambda p: len(p.tool_call_start), default=None)
@@ -61,7 +61,7 @@ def find_tool_format(text: ModelText) -> ToolFormat:
 
 
 def _find_by_tokens(text: ModelText, parsers: dict[str, Any]) -> list[Any]:
-    """Some conversions have the marks as tokens without naming them in the template."""
+    """Return the format by added tokens: some conversions do not name the marks in the template."""
     tokens = text.added_tokens
     if {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"} <= tokens.keys():
         return [parsers["kimi_k3"]] if "kimi_k3" in parsers else []
@@ -79,7 +79,7 @@ def _make_format(parser: Any) -> ToolFormat:
 
 @cache
 def load_parsers() -> dict[str, Any]:
-    """mlx-lm's parsers by name; those that cannot be loaded are left out, and logged."""
+    """Load mlx-lm's parsers by name; those that cannot be loaded are skipped and logged."""
     spec = importlib.util.find_spec("mlx_lm")
     places = list(spec.submodule_search_locations or []) if spec else []
     folder = Path(places[0], "tool_parsers") if places else None

@@ -1,7 +1,7 @@
-"""Tools for models whose chat template knows none: described in the system message.
+"""Tools for models whose chat template has none: described in the system message.
 
-Calls and their results are written into the conversation as text, in the format that most
-models have seen in training (Hermes): JSON between <tool_call> marks.
+Calls and their results are written into the conversation as text, in the format that most models
+have seen in training (Hermes): JSON between <tool_call> marks.
 """
 
 import json
@@ -23,7 +23,7 @@ _INSTRUCTIONS = (
 def describe_tools(
     messages: Sequence[ChatMessage], functions: Sequence[ToolFunction]
 ) -> list[ChatMessage]:
-    """The conversation as text alone: with the functions, earlier calls and their results."""
+    """Return the conversation as text only: functions, earlier calls and their results included."""
     plain = join_turns([_flatten(message) for message in messages])
     if not functions:
         return plain
@@ -36,7 +36,7 @@ def describe_tools(
 
 
 def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Neighbours of the user's are one message: many templates want the roles to alternate."""
+    """Merge adjacent user messages: many templates require alternating roles."""
     joined: list[ChatMessage] = []
     for message in messages:
         if joined and message.role == joined[-1].role == "user":
@@ -48,12 +48,12 @@ def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def write_result(message: ChatMessage) -> ChatMessage:
-    """The result of a call as text of the user's."""
+    """Return the result of a call as a user's text."""
     return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
 
 
 def write_calls(message: ChatMessage) -> ChatMessage:
-    """A turn whose calls are a part of its text."""
+    """Return a turn with its calls as part of its text."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.tool_calls]
     written = "\n".join(f"{CALL_START}\n{call}\n{CALL_END}" for call in calls)
     return ChatMessage(message.role, f"{message.content}\n{written}".strip())

@@ -11,7 +11,7 @@ from services.gateway.reasoning import Thought
 from services.gateway.tools.calls import ParsedCall, new_call_id
 
 FINAL_CHANNEL = "<|channel|>final<|message|>"
-"""What begins the answer proper."""
+"""Start of the answer itself."""
 THOUGHT_END = "<|end|><|start|>assistant"
 
 _MESSAGE = "<|message|>"
@@ -22,23 +22,23 @@ _LONGEST_MARK = len("<|constrain|>")
 
 
 class HarmonyReader:
-    """Splits such an answer, in pieces, into thoughts, text and calls."""
+    """Splits a streamed answer into thoughts, text and calls."""
 
     def __init__(self, *, begun: bool = False) -> None:
-        """`begun`: the prompt ends within the final channel."""
+        """Start reading; `begun`: the prompt ends within the final channel."""
         self._held = ""
         self._channel = "final" if begun else ""
         self._recipient = ""
         self._inside = begun
-        """Whether a message's text is being read, rather than its header."""
+        """True while reading a message's text, rather than its header."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what came last is within a thought."""
+        """True if the latest text is within a thought."""
         return self._inside and self._channel == "analysis" and not self._recipient
 
     def push(self, text: str) -> list[Thought | str | ParsedCall]:
-        """What is certain, in order."""
+        """Return what is certain, in order."""
         self._held += text
         found: list[Thought | str | ParsedCall] = []
         while self._read_message(found) if self._inside else self._read_header():
@@ -46,7 +46,7 @@ class HarmonyReader:
         return found
 
     def end(self, *, cut_off: bool = False) -> list[Thought | str | ParsedCall]:
-        """See `AnswerReader`; a call is complete if its arguments are."""
+        """Return what was held back; a call is complete if its arguments are."""
         del cut_off
         held, self._held = self._held, ""
         if self._inside:

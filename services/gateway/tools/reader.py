@@ -1,10 +1,10 @@
-"""Takes calls of tools out of a text that comes in pieces.
+"""Extract tool calls from streamed text.
 
-A call stands between the marks of the model's `ToolFormat`. Between <tool_call> and
-</tool_call> it is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers.
-Or the whole answer is one JSON object that names a tool (Llama 3), or a block of JSON code holds
-such objects (Qwen2.5-Coder). What looks like a call but cannot be read as one stays text: nothing
-that the model wrote is lost.
+A call is enclosed by the marks of the model's `ToolFormat`. Between <tool_call> and </tool_call> it
+is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers. Or the whole answer
+is one JSON object that names a tool (Llama 3), or a JSON code block holds such objects
+(Qwen2.5-Coder). Text that looks like a call but cannot be parsed stays text: nothing that the model
+wrote is lost.
 """
 
 import json
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _WHOLE_JSON = ("{", "<|python_tag|>")
-"""How an answer begins that may be one call and nothing else."""
+"""Starts of an answer that may be a single call."""
 _CODE = re.compile(r"```json\s*(?=[\[{])|```(?:j(?:s(?:o(?:n\s*)?)?)?)?\Z|`{1,2}\Z")
-"""The start of a block of code that may hold calls; at the text's end, as far as it has come."""
+"""The start of a code block that may hold calls; at the text's end, any prefix of it."""
 _CODE_END = "\n```"
-"""No string of JSON has a line break, so none has this."""
+"""JSON strings contain no line break, so none contains this."""
 _JSON_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 _JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 
@@ -43,21 +43,21 @@ class ToolReader:
         *,
         bare_calls: bool = True,
     ) -> None:
-        """`bare_calls`: an answer that is one JSON object may be a call."""
+        """Start reading; `bare_calls`: an answer that is one JSON object may be a call."""
         self._functions = {function.name: function for function in functions}
         self._tools = [function.describe() for function in functions]
         self._form = form or ToolFormat()
         self._held = ""
         self._inside = False
         self._start_mark = self._end_mark = ""
-        """Of the call that is read."""
+        """Marks of the current call."""
         self._begun = not bare_calls
-        """Whether the answer's first visible characters are known."""
+        """True once the answer's first visible characters are known."""
         self._whole = False
-        """Whether the answer may be one JSON object."""
+        """True if the answer may be one JSON object."""
 
     def push(self, text: str) -> list[Found]:
-        """The text that certainly belongs to no call, and the calls that are complete."""
+        """Return the text that certainly belongs to no call, and the completed calls."""
         self._held += text
         if not self._begun and not self._begin():
             return []
@@ -69,7 +69,7 @@ class ToolReader:
         return [part for part in found if part]
 
     def _inside_call(self) -> list[Found] | None:
-        """The calls up to the end mark; None if it has not come."""
+        """Return the calls up to the end mark; None if it has not arrived."""
         if not self._end_mark:
             return None
         text, separator, after = self._held.partition(self._end_mark)
@@ -79,12 +79,12 @@ class ToolReader:
         return list(self._parse(text)) or [self._start_mark + text + separator]
 
     def _before_call(self) -> list[Found] | None:
-        """Release the text before a start mark and enter the call; None until more text comes."""
+        """Release the text before a start mark and enter the call; None until more text arrives."""
         place = self._held.find(self._form.start)
         code = _CODE.search(self._held)
         if code is not None and not 0 <= place < code.start():
             before, self._held = self._held[: code.start()], self._held[code.start() :]
-            if code[0] == self._held:  # what follows decides
+            if code[0] == self._held:  # the next text decides
                 return [before] if before else None
             return [before, *self._enter(code[0], _CODE_END)]
         if place >= 0:
@@ -96,17 +96,17 @@ class ToolReader:
         return [before] if before else None
 
     def _enter(self, start: str, end: str) -> list[Found]:
-        """Read on within a call, behind its start mark."""
+        """Enter a call, after its start mark."""
         self._held = self._held[len(start) :]
         self._start_mark, self._end_mark, self._inside = start, end, True
         return []
 
     def end(self, *, cut_off: bool = False) -> list[Found]:
-        """What was held back, once no more text comes; `cut_off`: by a limit, not by the model."""
+        """Return what was held back, once the text has ended; `cut_off`: by a limit."""
         held, self._held = self._held, ""
         if not self._inside and not self._whole:
             return [held] if held else []
-        # A stop token may stand for the end mark.
+        # A stop token may take the place of the end mark.
         if calls := self._parse(held, whole=not self._inside):
             return list(calls)
         if cut_off and (call := self._read_partial(held)):
@@ -114,7 +114,7 @@ class ToolReader:
         return [(self._start_mark if self._inside else "") + held]
 
     def _begin(self) -> bool:
-        """Decide whether the answer may be one JSON object; False while that is open."""
+        """Decide if the answer may be one JSON object; False while that is open."""
         start = self._held.lstrip()
         if not start or any(mark.startswith(start) and mark != start for mark in _WHOLE_JSON):
             return False
@@ -123,7 +123,7 @@ class ToolReader:
         return True
 
     def _parse(self, text: str, *, whole: bool = False) -> list[ParsedCall]:
-        """The calls in this text; none unless all of it is calls of known tools."""
+        """Parse the calls in this text; none unless all of it is calls of known tools."""
         if whole:
             text = text.lstrip().removeprefix("<|python_tag|>")
         if not whole and self._end_mark == _CODE_END:
@@ -144,10 +144,10 @@ class ToolReader:
             parsed = parse(text, self._tools)
             calls = parsed if isinstance(parsed, list) else [parsed]
             return [(str(call["name"]), call.get("arguments") or {}) for call in calls]
-        # The parsers raise whatever a broken call leads them into, often with its text, which
-        # does not belong into a log.
+        # The parsers raise errors of any kind for a broken call, often with its text, which must
+        # not be logged.
         except Exception as error:  # noqa: BLE001
-            _log.info("a call of a tool cannot be read (%s)", type(error).__name__)
+            _log.info("a tool call cannot be parsed (%s)", type(error).__name__)
             return []
 
     def _read_xml(self, text: str) -> list[tuple[str, Any]]:
@@ -161,7 +161,7 @@ class ToolReader:
         return [(name, {key: _read_value(text, schema.get(key, {})) for key, text in pairs})]
 
     def _read_partial(self, text: str) -> ParsedCall | None:
-        """The call in JSON that a limit cut off, if its name is there."""
+        """Return the JSON call that a limit cut off, if its name is complete."""
         name = _JSON_NAME.search(text)
         if name is None or name[1] not in self._functions:
             return None
@@ -180,7 +180,7 @@ def _read_json(text: str) -> list[tuple[str, Any]]:
 
 
 def _read_code(text: str) -> list[tuple[str, Any]]:
-    """The calls of a block of code: objects, or lists of objects, one after the other."""
+    """Return the calls of a code block: consecutive objects, or lists of objects."""
     decoder, calls, text = json.JSONDecoder(), [], text.removesuffix("```").strip()
     while text:
         try:
@@ -202,7 +202,7 @@ def _make_call(name: str, arguments: Any) -> ParsedCall:
 
 
 def _read_value(text: str, schema: Any) -> Any:
-    """XML has only text; the schema says what it stands for."""
+    """Convert a value: XML has only text, and the schema tells its type."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:
@@ -212,6 +212,6 @@ def _read_value(text: str, schema: Any) -> Any:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest ending of `text` that begins the mark without completing it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
     lengths = range(min(len(text), len(mark) - 1), 0, -1)
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)
