@@ -97,7 +97,7 @@ class Metrics:
         """Create the gauges that are read from the orchestrator's status on request."""
         r = self._registry
         self._dropped = Gauge(
-            "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
+            "ssd_dropped_messages", "Messages dropped because no client read them.", registry=r
         )
         self._gateway_step = Gauge(
             "ssd_gateway_longest_step_seconds", "Of the last ten seconds or more.", registry=r

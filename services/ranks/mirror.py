@@ -84,8 +84,7 @@ class MirroredModel:
         self._logits = logits
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Compute [1, n] tokens -> [1, n, vocabulary] logits, or [1, n, 0] without logits;
-        evaluated.
+        """Map [1, n] tokens to evaluated logits [1, n, vocabulary], or [1, n, 0] without logits.
 
         Raises:
             BackendLost: a follower was lost, or its part failed; the group must end.
