@@ -109,8 +109,7 @@ class Inbox:
                 case Heartbeat():
                     pass  # the answer to our own beat
                 case Identify():
-                    # A service that was told to stop may also be asked for its identity: the stop
-                    # counts.
+                    # A stopping service may also be asked for its identity: the stop counts.
                     self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
                     if self.forgotten:
                         self.messages.clear()
