@@ -1,1 +1,1 @@
-"""MLX in this process: devices, matrix products, loading models, and changes to their layers."""
+"""MLX in this process: devices, matrix products, model loading, and changes to layers."""

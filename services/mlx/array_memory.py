@@ -1,4 +1,4 @@
-"""Arrays as memory, for what computes outside MLX."""
+"""Raw memory of arrays, for computations outside MLX."""
 
 import ctypes
 from typing import Any
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def view(array: mx.array) -> Any:
-    """The array's own memory; nothing is copied."""
+    """Return the array's own memory without a copy."""
     return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it has a buffer
 
 
 def address(array: Any) -> ctypes.c_void_p:
-    """Where a numpy array's elements begin."""
+    """Return the address of a numpy array's first element."""
     return ctypes.c_void_p(array.__array_interface__["data"][0])

@@ -1,15 +1,15 @@
 """The CPU kernels under MLX on Linux: matrix products and attention.
 
-MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL loaded into the global
-symbol namespace first takes its place, about five times faster. Products of a few rows, of
-which decoding and verification consist, go to `cpu/products/small_gemm.c` instead, and attention to
-`cpu/attention.c`; both are compiled once per environment. Without MKL (an installation for CUDA,
-whose drafter may run on the CPU) they pass other products on to the reference BLAS. On macOS
-nothing is needed.
+MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL, loaded into the global symbol
+namespace first, replaces it and is about five times faster. Products of a few rows, the bulk of
+decoding and verification, use `cpu/products/small_gemm.c` instead, and attention uses
+`cpu/attention.c`; both are compiled once per environment. Without MKL (a CUDA installation whose
+drafter may run on the CPU) they pass other products on to the reference BLAS. On macOS nothing is
+needed.
 
-Measured on the default target, one core, verification of 1 / 2 / 4 / 6 tokens:
-MKL 50 / 60 / 93 / 113 ms, small_gemm 49 / 54 / 62 / 78 ms. Weights that were published in few bits
-are read from copies of that size (`services.mlx.exact_copies`), three times faster.
+Measured on the default target, one core, verification of 1 / 2 / 4 / 6 tokens: MKL 50 / 60 / 93 /
+113 ms, small_gemm 49 / 54 / 62 / 78 ms. Weights that were published in few bits are read from
+copies of that size (`services.mlx.exact_copies`), three times faster.
 """
 
 import ctypes
@@ -35,17 +35,17 @@ _log = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).with_name("cpu").rglob("*.[ch]"))
 
 _MOST_ROWS = 16
-"""From here packing pays."""
+"""From this many rows on, packing pays."""
 
 _REFERENCE_BLAS = "mlx*.libs/libblas-*.so*"
 _FEW_THREADS = 4
-"""More threads make MKL the faster one for any number of rows."""
+"""With more threads MKL is faster for any number of rows."""
 
 
 BLOCK_SIZE = 32
-"""Weights of a row that have a grid of their own."""
+"""Consecutive weights of a row that share a grid."""
 TILED_ROWS = 4
-"""Rows of which a block each, or some bytes, lie together."""
+"""Rows whose blocks, or groups of bytes, are interleaved."""
 
 
 class WeightKind(enum.IntEnum):
@@ -69,31 +69,32 @@ class WeightCopy(NamedTuple):
     kind: WeightKind
     rows: npt.NDArray[np.generic]
     scales: npt.NDArray[np.float32]
-    """Of bytes: a factor a row. On a grid: [n / TILED_ROWS, k / BLOCK_SIZE, TILED_ROWS, 2],
-    step and least weight."""
+    """For bytes, one factor per row; on a grid, step and minimum as [n / TILED_ROWS, k /
+    BLOCK_SIZE, TILED_ROWS, 2].
+    """
 
     @property
     def nbytes(self) -> int:
-        """Of both arrays."""
+        """Bytes of both arrays."""
         return self.rows.nbytes + self.scales.nbytes
 
 
 class _Loaded:
-    """What `load_blas` has loaded into this process."""
+    """The libraries that `load_blas` has loaded into this process."""
 
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
-    """Of this process beyond its first; helpers are at home there."""
+    """Cores of this process beyond its first, to which helper threads are pinned."""
     lent: ctypes.c_int | None = None
-    """What the helpers look at, kept where it is."""
+    """The flag that helper threads read, kept alive here."""
     copies: ClassVar[dict[int, tuple[npt.NDArray[np.float32], WeightCopy]]] = {}
-    """What the kernels read, kept where it is, by the address of the weight."""
+    """Weight address -> the arrays that the kernels read, kept alive here."""
 
 
 def load_blas(threads: int) -> None:
-    """Load the libraries where MLX finds them; call before anything imports `mlx`.
+    """Load the libraries that MLX will resolve to; call before anything imports `mlx`.
 
-    Once per process: whoever calls again finds them as they are.
+    This happens once per process: further calls do nothing.
     """
     if sys.platform != "linux" or _Loaded.kernels is not None:
         return
@@ -101,13 +102,13 @@ def load_blas(threads: int) -> None:
     library = mkl or _find_reference_blas()
     if mkl is None and (library is None or library.parent.name.startswith("mlx_cpu")):
         _log.warning("MKL is not installed (extra 'cpu'): many products take five times as long")
-    # MLX's products resolve to whichever library is loaded first.
+    # MLX's products resolve to the library that is loaded first.
     kernels = _load_kernels() if library is not None and threads <= _FEW_THREADS else None
     if library is None or (mkl is None and kernels is None):
         return
     blas = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if mkl is not None:
-        # Our kernels share what they pass on to MKL among their own threads.
+        # Our kernels split what they pass on to MKL among their own threads.
         blas.MKL_Set_Num_Threads(1 if kernels is not None else threads)
     if kernels is not None:
         kernels.small_gemm_take(ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p), 1, _MOST_ROWS)
@@ -121,7 +122,7 @@ def _find_mkl() -> Path | None:
 
 
 def _find_reference_blas() -> Path | None:
-    """The one that MLX's wheel brings along; MLX itself must not be imported for it."""
+    """Return the path of the BLAS in MLX's wheel, without importing MLX."""
     found = importlib.util.find_spec("mlx")
     folders = list(found.submodule_search_locations or ()) if found is not None else []
     libraries = [path for folder in folders for path in Path(folder).parent.glob(_REFERENCE_BLAS)]
@@ -129,22 +130,22 @@ def _find_reference_blas() -> Path | None:
 
 
 def cpu_kernels() -> ctypes.CDLL | None:
-    """Our kernels, if this process computes with them."""
+    """Return our kernels if this process computes with them."""
     return _Loaded.kernels
 
 
 def multiplies_bytes() -> bool:
-    """Whether rows of bytes are multiplied with weights of bytes (`WeightKind.TILED_INT8`)."""
+    """Return True if rows of bytes are multiplied by weights of bytes (`TILED_INT8`)."""
     return _Loaded.kernels is not None and bool(_Loaded.kernels.has_int8_rows())
 
 
 def has_avx512() -> bool:
-    """Whether products of few rows take sixteen floats at once."""
+    """Return True if products of few rows process sixteen floats at once."""
     return _Loaded.kernels is not None and bool(_Loaded.kernels.small_gemm_has_avx512())
 
 
 def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCopy | None:
-    """A copy of this kind of weight [n, k]; None where it would not be the same, bit for bit."""
+    """Return a copy of this kind of weight [n, k]; None if it would not be exact, bit for bit."""
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
         return None
     n, k = weight.shape
@@ -160,9 +161,9 @@ def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCop
 
 
 def add_copy(weight: npt.NDArray[np.float32], copy: WeightCopy) -> bool:
-    """Let products of few rows read the copy in the place of `weight` [n, k].
+    """Let products of few rows read the copy in place of `weight` [n, k].
 
-    Both are kept; False without our kernels, or where they have no place left.
+    Both are kept alive; False without our kernels, or if their table is full.
     """
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
         return False
@@ -176,20 +177,20 @@ def add_copy(weight: npt.NDArray[np.float32], copy: WeightCopy) -> bool:
 
 
 def find_copy(weight: npt.NDArray[np.float32]) -> WeightCopy | None:
-    """What products of few rows read in its place, if anything."""
+    """Return the copy that products of few rows read in its place, if any."""
     _, copy = _Loaded.copies.get(weight.ctypes.data, (None, None))
     return copy
 
 
 def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> int:
-    """Let threads on these cores, besides this process's own, share all work from now on.
+    """Share all work from now on among threads on these cores and this process's own.
 
-    Returns how many threads help; 0 without our kernels. What is computed stays the same, bit
-    for bit. Costs a microsecond.
+    Returns the number of helper threads; 0 without our kernels. Results stay the same, bit for bit.
+    A call costs a microsecond.
 
     Args:
         cores: the same ones in every call, or none.
-        lent: if given, they are used only while it is not 0, which may change at any time.
+        lent: if given, they are used only while it is nonzero; it may change at any time.
     """
     if _Loaded.kernels is None:
         return 0
@@ -203,7 +204,7 @@ def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> i
 
 
 def _load_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be had, which costs speed only."""
+    """Load the compiled kernels; None where they are unavailable, which costs only speed."""
     program = [*_SOURCES, *sources(), Path(build.__file__)]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in program)).hexdigest()
     library = Path(sys.prefix, "lib", f"libssd_cpu_kernels-{digest[:16]}.so")

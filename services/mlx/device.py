@@ -1,4 +1,4 @@
-"""Where MLX computes in this process. Import it after the BLAS is in place."""
+"""The device on which MLX computes in this process. Import it after the BLAS is loaded."""
 
 import mlx.core as mx
 
@@ -7,13 +7,13 @@ from protocol.settings import Device
 from services.mlx.loader import compute_unit
 
 _KEPT_SHARE = 16
-"""Of the GPU's memory, one part: many times what a pass needs."""
+"""Fraction of the GPU's memory that MLX may cache: many times what a pass needs."""
 
 
 def bind(device: Device) -> str:
-    """Compute on this device from now on; returns its name, for the handshake.
+    """Compute on this device from now on; return its name, for the handshake.
 
-    For `cuda:N` the parent has shown this process that GPU alone
+    For `cuda:N` the parent has restricted this process to that GPU
     (`launch.settings.machine.child_environment`), so that here it is the first one.
 
     Raises:
@@ -36,10 +36,10 @@ def bind(device: Device) -> str:
 
 
 def _leave_memory_to_others() -> None:
-    """Keep little of what is free for later use.
+    """Limit the memory that is cached for later use.
 
-    By itself MLX keeps all that it has ever had, up to the whole GPU: every buffer that a growing
-    text has left behind. What another process asks for then, a drafter say, is not there.
+    By default MLX keeps all freed memory, up to the whole GPU: every buffer that a growing text has
+    outgrown. Another process, such as a drafter, would then run out of memory.
     """
     if total := int(mx.device_info().get("total_memory", 0)):
         mx.set_cache_limit(total // _KEPT_SHARE)
@@ -48,6 +48,6 @@ def _leave_memory_to_others() -> None:
 def _try(device: Device) -> None:
     try:
         mx.eval(mx.ones(1) + 1)
-    # The CUDA runtime's own errors, in whatever type MLX gives them.
+    # The CUDA runtime's own errors, of any type that MLX raises.
     except Exception as error:
         raise UsageError(f"{device} cannot be used: {error}") from error

@@ -1,12 +1,12 @@
-"""What a drafter multiplies with: its weights as they are, or rounded to bytes.
+"""The weights a drafter multiplies with: unchanged, or rounded to bytes.
 
-Where few tokens are drafted at a time a draft costs what reading the weights costs, and on a CPU
-drafter and target slow down each other's reading. A drafter may round: its drafts are verified.
+A draft of few tokens at a time costs what reading the weights costs, and on a CPU drafter and
+target slow down each other's reads. A drafter may round: its drafts are verified.
 
-On a CPU products of few rows read int8 copies, one scale a row. Where the processor multiplies
-bytes they lie in the order in which it does, and the rows are rounded as well
-(`cpu/products/int8_rows.c`). Prompts, whose products have many
-rows, go on with the floats. Elsewhere MLX's own quantisation is used.
+On a CPU products of few rows read int8 copies, one scale per row. Where the processor multiplies
+bytes, the copies are interleaved accordingly, and the rows are rounded as well
+(`cpu/products/int8_rows.c`). Prompts, whose products have many rows, keep using the floats. On
+other devices MLX's own quantisation is used.
 """
 
 import logging
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
 _TILED_BYTES = 64
-"""Of a row, together: as in `cpu/products/tiles.h`."""
+"""Consecutive bytes of a row: as in `cpu/products/tiles.h`."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
-    """Let the model multiply with these; what it computes changes by rounding."""
+    """Use these weights in the model; its results change by rounding."""
     if compute_unit() != "cpu":
         if weights == "int8":
             quantise_linears(model)
@@ -47,7 +47,7 @@ def use_weights(model: nn.Module, weights: DraftWeights) -> None:
 
 
 def quantise_linears(model: nn.Module) -> None:
-    """Replace the linear layers by 8-bit ones, where their size allows it."""
+    """Replace the linear layers by 8-bit ones, where their size permits."""
     nn.quantize(
         model,
         group_size=_GROUP_SIZE,
@@ -59,17 +59,19 @@ def quantise_linears(model: nn.Module) -> None:
 
 
 def add_int8_weights(model: nn.Module) -> int:
-    """Let products of few rows read int8 copies of the model's large weights, which must stay.
+    """Let products of few rows read int8 copies of the model's large weights.
+
+    The weights must stay alive.
 
     Returns:
-        How many weights have one; 0 without our CPU kernels.
+        The number of weights with a copy; 0 without our CPU kernels.
     """
     tiled = multiplies_bytes()
     return sum(add_copy(weight, int8_copy(weight, tiled=tiled)) for weight in large_weights(model))
 
 
 def int8_copy(weight: Floats, *, tiled: bool) -> WeightCopy:
-    """A copy of a weight [n, k] in bytes; `tiled`: in the order of products with rows of bytes."""
+    """Copy a weight [n, k] to bytes; `tiled`: interleaved for products with rows of bytes."""
     rows, scales = round_to_int8(weight)
     if not tiled:
         return WeightCopy(WeightKind.ROUNDED_INT8, rows, scales)
@@ -77,7 +79,7 @@ def int8_copy(weight: Floats, *, tiled: bool) -> WeightCopy:
 
 
 def tile_rows(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """[n, k] -> [n / 4, k / 64, 4, 64], filled up with zeros: all of a tile lies together."""
+    """Interleave [n, k] -> [n / 4, k / 64, 4, 64], zero-padded: a tile is contiguous."""
     n, k = rows.shape
     filled = np.pad(rows, ((0, -n % TILED_ROWS), (0, -k % _TILED_BYTES)))
     tiles = filled.reshape(-1, TILED_ROWS, filled.shape[1] // _TILED_BYTES, _TILED_BYTES)
@@ -85,7 +87,7 @@ def tile_rows(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
 
 
 def round_to_int8(weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    """[rows, columns] -> the same as int8, and the [rows] scales to multiply them with."""
+    """Round [rows, columns] to int8; return it with the [rows] scales to multiply by."""
     scales = (np.abs(weight).max(axis=1, initial=0.0) / 127.0).astype(np.float32)
     scales[scales == 0.0] = 1.0
     return np.rint(weight / scales[:, None]).astype(np.int8), scales

@@ -1,11 +1,10 @@
-"""Exact copies of a model's weights in less memory, which products of few rows on a CPU read.
+"""Exact, smaller copies of a model's weights, read by products of few rows on a CPU.
 
-Decoding there costs what reading the weights costs. On a CPU a model computes in floats of 32
-bits, but one that was published in fewer has no more information than before: every weight is
-`number * step + least` of its block of 32, with numbers of four or eight bits, or a float of
-sixteen. A copy is kept only where each weight comes out of it as it was
-(`cpu/products/exact_copy.c`), so that no product changes by a bit. Without AVX-512 prompts, whose
-products have many rows, go on with the floats.
+Decoding there costs what reading the weights costs. On a CPU a model computes in 32-bit floats, but
+one published in fewer bits has no more information than before: every weight is `number * step +
+minimum` of its block of 32, with numbers of four or eight bits, or a 16-bit float. A copy is kept
+only if it reproduces every weight (`cpu/products/exact_copy.c`), so that no product changes by a
+bit. Without AVX-512, prompts, whose products have many rows, keep using the floats.
 """
 
 import logging
@@ -26,7 +25,7 @@ from services.mlx.loader import compute_unit
 _log = logging.getLogger(__name__)
 
 _LEAST_ELEMENTS = 65536
-"""Smaller weights stay in the cache anyway."""
+"""Smaller weights stay in the CPU's cache anyway."""
 
 _EXACT = (
     WeightKind.FOUR_BITS,
@@ -34,14 +33,16 @@ _EXACT = (
     WeightKind.BFLOAT16,
     WeightKind.FLOAT16,
 )
-"""The smallest first."""
+"""Kinds of copies, smallest first."""
 
 
 def add_exact_copies(model: nn.Module) -> int:
-    """Let products of few rows read exact copies of the model's large weights, which must stay.
+    """Let products of few rows read exact copies of the model's large weights.
+
+    The weights must stay alive.
 
     Returns:
-        How many weights have one.
+        The number of weights with a copy.
     """
     copies = [copy for weight in large_weights(model) if (copy := _add_copy(weight))]
     if copies:
@@ -52,7 +53,7 @@ def add_exact_copies(model: nn.Module) -> int:
 
 
 def count_read_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a pass over few tokens reads: a copy's in the place of its weight's."""
+    """Return the bytes that a pass over few tokens reads: a copy's in place of its weight's."""
     arrays: Any = tree_flatten(model.parameters())
     whole: int = sum(array.nbytes for _, array in arrays)
     if compute_unit() != "cpu":
@@ -63,10 +64,9 @@ def count_read_bytes(model: nn.Module) -> int:
 
 
 def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
-    """What rows are multiplied with, [outputs, inputs], as it lies in memory.
+    """Return the matrices that rows are multiplied with, [outputs, inputs], in memory order.
 
-    Linear layers, and the head where it is not one of them; small ones, and what is no float32,
-    are left out.
+    These are linear layers and the head; small ones, and types other than float32, are skipped.
     """
     found = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
     inner: Any = getattr(model, "model", None)

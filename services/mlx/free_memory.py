@@ -1,4 +1,4 @@
-"""How much more memory MLX can take in this process."""
+"""The memory that MLX can still allocate in this process."""
 
 import ctypes
 import resource
@@ -11,7 +11,7 @@ from protocol.process.free_memory import FreeMemory, free_memory
 from services.mlx.loader import compute_unit
 
 _DEFAULT_LIMIT = mx.get_memory_limit()
-"""A guess of MLX's at what is good for the machine; what anybody sets is meant."""
+"""MLX's guess of a good limit; any other value was set deliberately."""
 
 
 _M_MMAP_THRESHOLD = -3
@@ -20,7 +20,7 @@ _RETURNED_BYTES = 1 << 20
 
 
 def free_for_mlx() -> FreeMemory:
-    """What is left under the nearest limit; what MLX keeps for later arrays counts as free."""
+    """Return the memory left under the nearest limit; MLX's cache counts as free."""
     unit, kept = compute_unit(), mx.get_cache_memory()
     info: dict[str, Any] = mx.device_info()
     found = []
@@ -40,16 +40,16 @@ def _below(limit: int, name: str) -> FreeMemory:
 
 
 def give_back() -> None:
-    """Let the system have what MLX and the allocator keep for later."""
+    """Release the memory cached by MLX and the allocator."""
     mx.clear_cache()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def allocate_returnably() -> None:
-    """Under a limit on the address space, give large blocks back as soon as they are free.
+    """Under an address-space limit, return large blocks to the system as soon as they are free.
 
-    By itself glibc keeps ever larger ones, and a heap full of holes soon reaches the limit.
+    By default glibc raises its threshold, and a fragmented heap soon reaches the limit.
     """
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     if limited and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

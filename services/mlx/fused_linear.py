@@ -1,10 +1,10 @@
-"""Products of the same rows, in one: for devices where a launch costs as much as its work.
+"""Join products of the same rows, for devices where launches cost as much as the work.
 
-Queries, keys and values are three products of one input, a gated MLP begins with two. Their
-weights are laid one below the other, so that several rows need one product; each output is
-the same dot product as before. On CUDA a verification of four tokens is a seventh shorter for
-it with small targets (docs/lab/cuda-forward.md). A single row has a quick kernel of its own and is
-served as it was, unless the joint layer says that it `serves` such rows.
+Queries, keys and values are three products of one input, and a gated MLP begins with two. Their
+weights are concatenated, so that several rows need one product; each output is the same dot product
+as before. On CUDA this shortens a verification of four tokens by a seventh for small targets
+(docs/lab/cuda-forward.md). A single row has its own fast kernel and is computed as before, unless
+the joint layer says that it `serves` such rows.
 """
 
 import copy
@@ -19,7 +19,7 @@ _FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _FusedProduct:
-    """The joint layer; its latest rows are kept until each sibling has taken its part."""
+    """The joint layer; its latest result is kept until each sibling has taken its part."""
 
     def __init__(self, layer: Any, borders: list[int]) -> None:
         self.layer = layer
@@ -28,7 +28,7 @@ class _FusedProduct:
         self._parts: dict[int, mx.array] = {}
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """What the sibling of this index gives for `x`."""
+        """Return the part of the sibling with this index for `x`."""
         if x is not self._input or index not in self._parts:
             parts = mx.split(self.layer(x), self._borders, axis=-1)
             self._input, self._parts = x, dict(enumerate(parts))
@@ -38,7 +38,7 @@ class _FusedProduct:
         return part
 
     def forget(self) -> None:
-        """Let go of parts that nobody took."""
+        """Drop parts that were not taken."""
         self._input, self._parts = None, {}
 
 
@@ -53,7 +53,7 @@ class FusedSlice(nn.Module):
 
     @property
     def joint(self) -> Any:
-        """The layer that it is a part of."""
+        """The joint layer that this is part of."""
         return self._product.layer
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -70,9 +70,9 @@ class FusedSlice(nn.Module):
 
 
 def fuse_linears(model: nn.Module) -> int:
-    """Join the products of equal input in every layer of the model; returns how many joints.
+    """Join the products of equal input in every layer of the model; return the number of joints.
 
-    What the model computes stays the same. Needs the memory of one layer more while it works.
+    The model's results stay the same. It needs memory for one more layer while it runs.
     """
     joints = 0
     for _, module in model.named_modules():
@@ -81,7 +81,7 @@ def fuse_linears(model: nn.Module) -> int:
             if _is_fusible(layers):
                 for name, fused in zip(family, _join(layers), strict=True):
                     setattr(module, name, fused)
-                # What was joined is of no size that comes again: not to be kept for reuse.
+                # Joined arrays have sizes that do not recur: do not cache them.
                 mx.clear_cache()
                 joints += 1
     return joints
@@ -102,13 +102,13 @@ def _join(layers: list[Any]) -> Iterator[FusedSlice]:
 
 
 def _is_fusible(layers: list[Any]) -> bool:
-    """Whether these are linear layers that differ in their outputs alone."""
+    """Return True if these are linear layers that differ only in their outputs."""
     kinds = {type(layer) for layer in layers}
     return kinds in ({nn.Linear}, {nn.QuantizedLinear}) and len(set(map(_kind, layers))) == 1
 
 
 def _kind(layer: Any) -> tuple[str, ...]:
-    """Its parameters by name, type and row, and its quantisation."""
+    """Return its parameters by name, type and row, and its quantisation."""
     parameters = sorted((name, a.dtype, a.shape[1:]) for name, a in layer.parameters().items())
     quantisation = [getattr(layer, name, None) for name in ("group_size", "bits", "mode")]
     return (str(parameters), str(quantisation))

@@ -1,8 +1,8 @@
-"""Importing mlx-lm without the libraries that only its tokenizers and downloads need.
+"""Import mlx-lm without the libraries that only its tokenizers and downloads need.
 
 A target or a drafter gets tokens and a folder. `transformers` and the hub's client, which mlx-lm
-imports all the same, would cost each process a second and a lot of memory. In their place stand
-empty modules; their classes can be imported and derived from, but not used.
+imports anyway, would cost each process a second and a lot of memory. They are replaced by empty
+modules, whose classes can be imported and derived from, but not used.
 """
 
 import sys
@@ -15,15 +15,15 @@ _LEFT_OUT = ("transformers", "huggingface_hub")
 
 
 class _Unused:
-    """A class that nobody calls."""
+    """A class that is never instantiated."""
 
     @classmethod
     def register(cls, *args: object, **kwargs: object) -> None:
-        """Tokenizer classes are registered when they are imported."""
+        """Accept the registration of tokenizer classes on import."""
 
 
 class _EmptyModule(ModuleType):
-    """Has every class that is asked for."""
+    """A module that has every class asked for."""
 
     def __getattr__(self, name: str) -> type[_Unused]:
         if name.startswith("__"):
@@ -44,9 +44,11 @@ class _Finder(MetaPathFinder, Loader):
         return _EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing: the module is empty."""
 
 
 def leave_out_unused_libraries() -> None:
-    """From now on; call before anything imports `mlx_lm`, in a process that only computes."""
+    """Install the empty modules; call before `mlx_lm` is imported, in a process that only
+    computes.
+    """
     sys.meta_path.insert(0, _Finder())

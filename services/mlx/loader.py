@@ -1,4 +1,4 @@
-"""Loading any mlx-lm model folder for this project: dtype, identity, context length."""
+"""Load any mlx-lm model folder: dtype, identity, context length."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from protocol.process.free_memory import free_memory
 
 
 class LoadedModel(NamedTuple):
-    """A model in memory and what its folder says about it."""
+    """A loaded model and the facts from its folder."""
 
     module: Any
     """The mlx-lm model; called as module(tokens[1, n], cache=caches) -> logits[1, n, V]."""
@@ -29,7 +29,7 @@ class LoadedModel(NamedTuple):
 
 
 def compute_unit() -> str:
-    """Where MLX computes in this process: "cpu", "metal" or "cuda"."""
+    """Return the kind of device MLX computes on in this process: "cpu", "metal" or "cuda"."""
     if mx.default_device() == mx.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -70,7 +70,7 @@ def load(
 
 
 def load_skeleton(folder: Path) -> Any:
-    """The module with weights that are not read, as `load` would compute with them.
+    """Return the module without reading its weights, configured like `load`'s.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -78,7 +78,7 @@ def load_skeleton(folder: Path) -> Any:
     _refuse_code(folder)
     try:
         module, _ = load_model(folder, lazy=True)
-    # mlx-lm and MLX raise whatever the broken file leads them into.
+    # mlx-lm and MLX raise errors of any kind for a broken file.
     except Exception as error:
         raise ModelError(f"cannot load the model {str(folder)!r}: {_one_line(error)}") from error
     if compute_unit() == "cpu":
@@ -87,9 +87,9 @@ def load_skeleton(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path) -> None:
-    """A model folder is data: one that brings Python of its own is not loaded.
+    """Refuse a model folder that brings Python code: a folder is data.
 
-    Some versions of mlx-lm execute the file that `model_file` names without asking.
+    Some versions of mlx-lm execute the file named by `model_file` without asking.
     """
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
@@ -124,7 +124,7 @@ def _load(
         raise ModelError(f"not enough memory to load the model {str(folder)!r}") from error
     except json.JSONDecodeError as error:
         raise ModelError(f"config.json in {str(folder)!r} is not JSON: {error}") from error
-    # mlx-lm and MLX raise whatever the broken file leads them into.
+    # mlx-lm and MLX raise errors of any kind for a broken file.
     except Exception as error:
         raise ModelError(
             f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_one_line(error)}"
@@ -139,16 +139,16 @@ def _kernels_take(module: Any) -> bool:
 
 
 def _adapt(module: nn.Module, adapter: Path) -> None:
-    """Add the adapter's layers, as mlx-lm does; the module then is for inference.
+    """Add the adapter's layers, as mlx-lm does, and set the module to inference.
 
-    They are not merged into the weights: of quantised ones that would give another model.
+    They are not merged into the weights: with quantised ones the result would be another model.
     """
     from mlx_lm.tuner.utils import load_adapters  # noqa: PLC0415  # heavy, rarely needed
 
     try:
         load_adapters(module, str(adapter))
         module.eval()
-    # mlx-lm and MLX raise whatever the broken file leads them into.
+    # mlx-lm and MLX raise errors of any kind for a broken file.
     except Exception as error:
         raise ModelError(
             f"cannot use the adapter {str(adapter)!r} with this model: "
@@ -208,7 +208,7 @@ def to_dense(module: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def _end_ids(config: dict[str, Any]) -> frozenset[int]:
-    """Of `eos_token_id`, wherever it stands; mlx-lm has put generation_config.json's there."""
+    """Read `eos_token_id`, wherever it is; mlx-lm has copied generation_config.json's."""
     found: set[int] = set()
     for part in (config, config.get("text_config") or {}):
         value = part.get("eos_token_id")

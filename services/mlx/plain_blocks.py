@@ -1,4 +1,4 @@
-"""The decoder blocks of mlx-lm that kernels of ours may compute, and how they come to do it."""
+"""The mlx-lm decoder blocks that our kernels may compute, and how kernels are attached."""
 
 from typing import Any, Protocol
 
@@ -11,23 +11,25 @@ _WITH_KERNELS: dict[type, type] = {}
 
 
 class Unfit(Exception):
-    """This is not of the kind that the kernels compute."""
+    """The block is of a kind that the kernels do not compute."""
 
 
 class Kernels(Protocol):
-    """What computes some passes of a block."""
+    """Computes some passes of a block."""
 
     def takes(self, x: mx.array, cache: Any) -> bool:
-        """Whether a pass over these rows [batch, n, width] is one of them."""
+        """Return True if a pass over these rows [batch, n, width] is one of them."""
         ...
 
     def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """What the block makes of [1, n, width]."""
+        """Return the output of the block for [1, n, width]."""
         ...
 
 
 def is_plain_block(block: Any) -> bool:
-    """Whether this module is a block of one of the families, with its own attention and MLP."""
+    """Return True if this module is a block of one of the families, with its own attention and
+    MLP.
+    """
     parts = (block, getattr(block, "self_attn", None), getattr(block, "mlp", None))
     homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
     modules = {type(part).__module__ for part in parts}
@@ -38,13 +40,13 @@ def is_plain_block(block: Any) -> bool:
 
 
 def give_kernels(block: Any, kernels: Kernels) -> None:
-    """Let passes that these take go through them; all others stay MLX's."""
+    """Route the passes that these kernels take through them; all others stay MLX's."""
     block.kernels = kernels
     block.__class__ = _class_with_kernels(type(block))
 
 
 def find_kernels(model: Any) -> list[Kernels]:
-    """What all blocks of a model have been given; empty if one of them has none."""
+    """Return the kernels attached to all blocks of a model; empty if one of them has none."""
     if not isinstance(model, nn.Module):
         return []
     blocks = [block for _, block in model.named_modules() if hasattr(block, "self_attn")]
@@ -54,7 +56,7 @@ def find_kernels(model: Any) -> list[Kernels]:
 
 
 def take_kernels_away(block: Any) -> None:
-    """Give a block its own class back, if it was given kernels."""
+    """Restore a block's own class, if kernels were attached."""
     kind = type(block)
     for plain, changed in _WITH_KERNELS.items():
         if kind is changed:

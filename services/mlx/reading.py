@@ -1,4 +1,4 @@
-"""How fast this process reads weights: what bounds the passes of few tokens."""
+"""Measure how fast this process reads weights, the bound on passes of few tokens."""
 
 import time
 
@@ -12,7 +12,7 @@ _PASSES = 8
 
 
 def measure_reading() -> float:
-    """Bytes a second, the best of a few passes: what else runs only slows them down."""
+    """Return bytes per second, the best of a few passes: other load only slows them down."""
     on_cpu = compute_unit() == "cpu"
     dtype, rows = (mx.float32, _CPU_ROWS) if on_cpu else (mx.float16, _GPU_ROWS)
     matrix = mx.random.normal((rows, _COLUMNS)).astype(dtype)

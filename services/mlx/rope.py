@@ -1,8 +1,8 @@
-"""RoPE for tokens that stand side by side: each of a flat row at a position of its own.
+"""RoPE for tokens of a flat row, each at its own position.
 
 `allow_branches` wraps the RoPE of every attention layer so that it also takes an array of
-positions. `use_tables` does the same and, for MLX's CPU backend, which computes sines and
-cosines anew for every layer, shares them among all layers of a forward.
+positions. `use_tables` does so too and, for MLX's CPU backend, which computes sines and cosines
+anew for every layer, shares them among all layers of a forward pass.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, Llama3RoPE, YarnRoPE
 from protocol.errors import ModelError
 
 Offset = int | mx.array
-"""Position of the first of a chain of tokens, or [tokens] the position of each."""
+"""Position of the first token of a chain, or [tokens] the position of each."""
 
 
 def _is_row(offset: Offset) -> bool:
-    """Whether there is a position per token; some models wrap a single one into an array."""
+    """Return True if there is a position per token; some models wrap a single one into an array."""
     return isinstance(offset, mx.array) and offset.ndim > 0
 
 
 def _is_same(offset: Offset, other: Offset | None) -> bool:
     if isinstance(offset, mx.array) or isinstance(other, mx.array):
-        return offset is other  # a frame's array is made once and only handed on
+        return offset is other  # a frame's array is created once and only passed on
     return offset == other
 
 
@@ -44,11 +44,11 @@ class BranchRope(nn.Module):
 
     @property
     def own(self) -> Any:
-        """The layer's RoPE as it came."""
+        """The layer's original RoPE."""
         return self._rope
 
     def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
-        """[1, heads, tokens, size] -> the same, rotated; the options are the RoPE's own."""
+        """Rotate [1, heads, tokens, size]; the options are the RoPE's own."""
         if _is_row(offset) and x.shape[2] == 1:
             # A batch of branches, one token each: mlx's own meaning of several positions.
             alone: mx.array = self._rope(x, offset=offset, **options)
@@ -61,15 +61,15 @@ class BranchRope(nn.Module):
 
 
 _STEADY = (nn.RoPE, Llama3RoPE, YarnRoPE)
-"""Whose angles depend on nothing but the position."""
+"""Kinds whose angles depend only on the position."""
 _FEWEST_POSITIONS = 1024
 
 
 class Angles(NamedTuple):
-    """What rotates the rows of a pass: cos and sin [any, dims / 2] of all positions so far."""
+    """Rotation of the rows of a pass: cos and sin [any, dims / 2] of all positions so far."""
 
     positions: npt.NDArray[np.int32]
-    """[tokens] which of them are the rows'."""
+    """[tokens] the positions of the rows."""
     cos: npt.NDArray[np.float32]
     sin: npt.NDArray[np.float32]
 
@@ -90,7 +90,7 @@ class Tables:
         self._known: Angles | None = None
 
     def at(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
-        """The tables for these positions; the sine carries the sign of the half it goes to."""
+        """Return the tables for these positions; the sine includes the sign of its target half."""
         if (
             self._tables is None
             or not _is_same(offset, self._offset)
@@ -100,7 +100,7 @@ class Tables:
         return self._tables
 
     def angles(self, offset: Offset, tokens: int) -> Angles:
-        """What the rows at these positions are rotated by, outside MLX."""
+        """Return the angles of the rows at these positions, for use outside MLX."""
         latest = self._latest
         if latest is None or not _is_same(offset, latest[0]) or len(latest[1].positions) != tokens:
             positions = np.array(offset, np.int32).reshape(-1)
@@ -110,7 +110,7 @@ class Tables:
         return latest[1]
 
     def angles_at(self, positions: npt.NDArray[np.int32]) -> Angles:
-        """What rows at positions [tokens] are rotated by, outside MLX."""
+        """Return the angles of rows at positions [tokens], for use outside MLX."""
         known = self._known
         if known is None or positions.max(initial=0) >= len(known.cos):
             known = self._known = self._by_position(int(positions.max(initial=0)) + 1)
@@ -125,7 +125,7 @@ class Tables:
 
     @property
     def are_steady(self) -> bool:
-        """Whether a position's angles are the same in every pass."""
+        """True if a position's angles are the same in every pass."""
         return type(self.rope.own) in _STEADY
 
     def _compute(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
@@ -150,16 +150,16 @@ class TableRope(nn.Module):
 
     @property
     def tables(self) -> Tables:
-        """What it rotates by."""
+        """The shared tables."""
         return self._tables
 
     @property
     def dims(self) -> int:
-        """Elements of a head that are rotated."""
+        """Rotated elements of a head."""
         return self._dims
 
     def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
-        """As `BranchRope`; with options the tables say nothing."""
+        """Rotate like `BranchRope`; calls with options do not use the tables."""
         if options:
             return self._tables.rope(x, offset, **options)
         in_batch = _is_row(offset) and x.shape[0] > 1
@@ -174,7 +174,7 @@ class TableRope(nn.Module):
 
 
 def is_steady(rope: Any) -> bool:
-    """Whether tables of its angles by position say all that a layer's RoPE does, or it has none."""
+    """Return True if tables by position cover all of a layer's RoPE, or it has none."""
     own = rope.own if isinstance(rope, BranchRope) else rope
     if isinstance(own, TableRope):
         return own.tables.are_steady
@@ -182,7 +182,7 @@ def is_steady(rope: Any) -> bool:
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Every module of the model that has a RoPE, with it."""
+    """Yield every module of the model that has a RoPE, with it."""
     for _, module in model.named_modules():
         rope = getattr(module, "rope", None)
         if isinstance(rope, nn.Module):
@@ -190,7 +190,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def has_rope(model: nn.Module) -> bool:
-    """Whether any layer of the model rotates."""
+    """Return True if any layer of the model has a RoPE."""
     return next(_attentions(model), None) is not None
 
 

@@ -1,9 +1,9 @@
-"""Hidden states of some layers of an mlx-lm model, caught while the model runs.
+"""Hidden states of some layers of an mlx-lm model, captured while the model runs.
 
-mlx-lm has no hooks. A tapped layer is given a subclass of its own class whose call also keeps
-what it returns; parameters, names and attributes stay as they are. That what a layer returns
-is the whole state of the model at that point is not taken for granted: `prove` puts caught
-states into a run over other tokens, which must then end in the first run's logits.
+mlx-lm has no hooks. A tapped layer is given a subclass of its own class whose call also keeps its
+result; parameters, names and attributes stay unchanged. It is not assumed that a layer returns the
+model's whole state at that point: `prove` injects captured states into a run over other tokens,
+which must then yield the first run's logits.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ import numpy as np
 from protocol.errors import ModelError
 
 Normalization = Literal["layer", "joint", "final", "none"]
-"""See `FeatureRequest.normalization`."""
+"""As in `FeatureRequest.normalization`."""
 
 Run = Callable[[mx.array], mx.array]
 """tokens[1, n] -> logits[1, n, vocabulary]"""
 
 
 class TrialPasses(NamedTuple):
-    """How the proof's passes are made with a model that is one rank's part."""
+    """How the proof runs passes with a model that is one rank's part."""
 
     run: Run
     announce: Callable[[Sequence[int]], None] = lambda _: None
-    """Has all others `assist` with these layers."""
+    """Announces to all others to `assist` with these layers."""
 
 
 _FIRST, _SECOND = (1, 2, 3, 4, 5), (5, 3, 4, 1, 2)
@@ -38,7 +38,7 @@ _CLASSES: dict[type, type] = {}
 
 
 class _Tap:
-    """What one layer returned last, or what it is to return instead of computing."""
+    """The latest result of one layer, or the result it is to return instead of computing."""
 
     def __init__(self) -> None:
         self.caught: mx.array | None = None
@@ -46,15 +46,15 @@ class _Tap:
 
 
 def _class_with_tap(plain: type) -> type:
-    """The subclass whose calls go through the layer's tap."""
+    """Return the subclass whose calls go through the layer's tap."""
     if plain not in _CLASSES:
 
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
             tap: _Tap = self.tap
             result = plain.__call__(self, *arguments, **named)
             if tap.instead is not None:
-                # Whatever it would have returned is computed nevertheless, and first: with
-                # ranks, all have to exchange the same arrays in the same order.
+                # The layer still computes first: with ranks, all have to exchange the same arrays
+                # in the same order.
                 return mx.depends(tap.instead, result)
             tap.caught = result
             return result
@@ -69,11 +69,11 @@ class Taps:
     Args:
         model: an mlx-lm model with its decoder in `model.model.layers`, or in the same place of
             its `language_model`.
-        layers: numbers of the layers whose output is wanted, from 0.
-        trial: how passes are made, if not by calling the model.
+        layers: indices of the layers to tap, from 0.
+        trial: how passes are run, if not by calling the model.
 
     Raises:
-        ModelError: there are no such layers, or what they return is not the model's state.
+        ModelError: there are no such layers, or their results are not the model's state.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], trial: TrialPasses | None = None) -> None:
@@ -110,16 +110,16 @@ class Taps:
             raise
 
     def remove(self) -> None:
-        """Give the layers their own class back."""
+        """Restore the layers' own classes."""
         for layer, plain in zip(self._tapped, self._classes, strict=True):
             layer.__class__ = plain
             del layer.tap
 
     def take(self) -> list[mx.array]:
-        """Per layer [rows, tokens, width], of the last run; forgotten here.
+        """Return per layer [rows, tokens, width] of the last run, and drop them.
 
         Raises:
-            RuntimeError: the model has not run since the last time.
+            RuntimeError: the model has not run since the last call.
         """
         states = [tap.caught for tap in self._taps]
         for tap in self._taps:
@@ -130,7 +130,7 @@ class Taps:
         return found
 
     def features(self, normalization: Normalization = "layer") -> mx.array:
-        """`take`, side by side, normalised as `FeatureRequest.normalization` says."""
+        """Return `take`, concatenated and normalised as in `FeatureRequest.normalization`."""
         states = self.take()
         match normalization:
             case "layer":
@@ -142,7 +142,7 @@ class Taps:
 
 
 def join_states(states: Sequence[mx.array]) -> mx.array:
-    """[..., layers * width] of states [..., width] whose scale differs by orders of magnitude."""
+    """Join states [..., width] of very different scales: [..., layers * width]."""
     return mx.concatenate([_normalise(state) for state in states], axis=-1)
 
 
@@ -152,7 +152,7 @@ def _normalise(state: mx.array) -> mx.array:
 
 
 def is_tapped(model: Any) -> bool:
-    """Whether some layers of this model are read."""
+    """Return True if some layers of this model are tapped."""
     return any(hasattr(layer, "tap") for layer in getattr(_inner(model), "layers", ()))
 
 
@@ -161,9 +161,9 @@ def _inner(model: Any) -> Any:
 
 
 def prove(run: Run, taps: Sequence[_Tap]) -> int:
-    """The width of all caught states together.
+    """Prove the taps; return the width of all captured states together.
 
-    As many passes as there are taps and one more, whatever comes out: others may take part.
+    It always runs one pass per tap and one more, since other ranks may take part.
 
     Raises:
         ModelError: a tapped layer's output is not the model's whole state.
@@ -196,13 +196,13 @@ def prove(run: Run, taps: Sequence[_Tap]) -> int:
 
 
 def assist(model: Any, layers: Sequence[int], run: Run) -> None:
-    """Take part in another rank's proof: the same passes, with the same states in their places.
+    """Take part in another rank's proof: the same passes, with the same states injected.
 
     In a pipeline, that rank has all these layers, and this one none.
     """
     decoder = _inner(model).layers
     if all(number < len(decoder) and decoder[number] is not None for number in layers):
-        with contextlib.suppress(ModelError):  # the other rank comes to the same
+        with contextlib.suppress(ModelError):  # the other rank gets the same error
             Taps(model, layers, TrialPasses(run)).remove()
         return
     for tokens in (_FIRST, *(_SECOND for _ in layers)):

@@ -1,12 +1,12 @@
-"""The part of a drafter that reads the target: keys and values made of the target's states.
+"""The part of a drafter that reads the target: keys and values made from the target's states.
 
-For a token that is committed the drafter need not compute anything itself: a projection of
-the target's own hidden states (`services.mlx.taps`) gives its keys and values in every layer.
-A drafter may also be given the last state as *input*, added to the embedding of the token after
-it; what the drafter itself puts out at a token is then added to the next one's.
+For a committed token the drafter need not compute anything itself: a projection of the target's own
+hidden states (`services.mlx.taps`) gives its keys and values in every layer. A drafter may also get
+the last state as *input*, added to the embedding of the next token; the drafter's own output at a
+token is then added to the next one's.
 
-Two files beside the drafter's own weights, which stay an ordinary model:
-`reads_target.json` (`ReaderDescription`) and `reads_target.safetensors`.
+Two files next to the drafter's own weights, which stay an ordinary model: `reads_target.json`
+(`ReaderDescription`) and `reads_target.safetensors`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,26 +28,26 @@ WEIGHTS = "reads_target.safetensors"
 
 _EPS = 1e-6
 _SAMPLE = 64
-"""Tokens whose embeddings tell the size of all."""
+"""Tokens whose embeddings estimate the size of all."""
 
 
 class ReaderDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a drafter reads."""
+    """The states that a drafter reads."""
 
     layers: list[int]
-    """Whose output, from 0."""
+    """Layers whose output is read, from 0."""
     target_width: int
     window: int = 4096
-    """Positions that are of use to it."""
+    """Number of positions that are useful to it."""
     way: ReadingWay = "states"
-    """Whether states are context only, or the last one is input, too."""
+    """States as context only, or the last one as input, too."""
 
 
 class InputProjection(nn.Module):
-    """From a state to what is added to the embedding of the next token: at first, nothing.
+    """From a state to an addition to the embedding of the next token: initially zero.
 
-    Adam moves all weights by as much a step, whatever they are multiplied with: the scale keeps
-    what is added from swamping the embeddings.
+    Adam moves all weights by equal steps, whatever they are multiplied with: the scale keeps the
+    addition from swamping the embeddings.
     """
 
     def __init__(self, width: int) -> None:
@@ -57,7 +57,7 @@ class InputProjection(nn.Module):
         self.log_scale = mx.zeros(1)
 
     def __call__(self, state: mx.array) -> mx.array:
-        """[..., width] each."""
+        """Project [..., width] to [..., width]."""
         added: mx.array = mx.exp(self.log_scale) * self.proj(mx.fast.rms_norm(state, None, _EPS))
         return added
 
@@ -66,7 +66,7 @@ class TargetReader(nn.Module):
     """From the target's states to keys and values of every layer of a drafter.
 
     Args:
-        features: width of the target's states, all tapped layers side by side.
+        features: width of the target's states, all tapped layers concatenated.
         width: of the drafter.
         outputs: per layer of the drafter, (width of its keys, width of its values).
         way: how the drafter reads.
@@ -85,7 +85,7 @@ class TargetReader(nn.Module):
         self.k_proj = [nn.Linear(width, keys, bias=False) for keys, _ in outputs]
         self.v_proj = [nn.Linear(width, values, bias=False) for _, values in outputs]
         self.enters_input = way == "input"
-        """Whether the last state is input, too."""
+        """True if the last state is input, too."""
         if self.enters_input:
             self.from_state = InputProjection(width)
             self.from_own = InputProjection(width)
@@ -93,11 +93,11 @@ class TargetReader(nn.Module):
     def rows(
         self, model: Any, features: mx.array, offset: int, *, projected: bool = False
     ) -> list[tuple[mx.array, mx.array]]:
-        """Per layer keys, rotated, and values: [rows, heads, tokens, size].
+        """Return keys, rotated, and values per layer: [rows, heads, tokens, size].
 
         Args:
             model: the drafter.
-            features: [rows, tokens, features], or what `fc` makes of them if `projected`.
+            features: [rows, tokens, features], or the output of `fc` if `projected`.
             offset: position of the first token.
         """
         context = self._fuse(features, projected=projected)
@@ -114,11 +114,11 @@ class TargetReader(nn.Module):
         return found
 
     def after_state(self, features: mx.array, *, projected: bool = False) -> mx.array:
-        """What these states add to the embeddings of the tokens after them, [..., width]."""
+        """Return the states' addition to the embeddings of the next tokens, [..., width]."""
         return self.from_state(self._fuse(features, projected=projected))
 
     def after_own(self, hidden: mx.array) -> mx.array:
-        """What the drafter's own output adds where there is no state yet, [..., width]."""
+        """Return the own output's addition where there is no state yet, [..., width]."""
         return self.from_own(hidden)
 
     def _fuse(self, features: mx.array, *, projected: bool) -> mx.array:
@@ -127,7 +127,7 @@ class TargetReader(nn.Module):
 
 
 class _Embeddings:
-    """Stands in for a model's embeddings: the same, with something added to each token's."""
+    """Wraps a model's embeddings to add something to each token's."""
 
     def __init__(self, table: Any, added: mx.array) -> None:
         self._table = table
@@ -143,7 +143,7 @@ class _Embeddings:
 
 @contextmanager
 def add_to_embeddings(model: Any, added: mx.array) -> Iterator[None]:
-    """While this is open, an mlx-lm model adds these [rows, length, width] to its embeddings."""
+    """Add these [rows, length, width] to an mlx-lm model's embeddings inside the context."""
     table = model.model.embed_tokens
     model.model.embed_tokens = _Embeddings(table, added)
     try:
@@ -157,7 +157,7 @@ def _by_head(x: mx.array, heads: int) -> mx.array:
 
 
 def attention_of(layer: Any) -> Any:
-    """A layer's attention; raises ModelError if it is not of the usual kind."""
+    """Return a layer's attention; raises ModelError if it is not of the usual kind."""
     attention = getattr(layer, "self_attn", None)
     if any(not hasattr(attention, name) for name in ("k_proj", "v_proj", "rope", "n_kv_heads")):
         raise ModelError(
@@ -168,7 +168,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def read_description(folder: Path) -> ReaderDescription | None:
-    """What the drafter in `folder` reads; None if it does not.
+    """Return what the drafter in `folder` reads; None if it reads nothing.
 
     Raises:
         ModelError: the description is broken.
@@ -183,7 +183,7 @@ def read_description(folder: Path) -> ReaderDescription | None:
 
 
 def new_reader(features: int, model: Any, way: ReadingWay = "states") -> TargetReader:
-    """A reader of random weights for a drafter, an mlx-lm model."""
+    """Return a reader with random weights for a drafter, an mlx-lm model."""
     attentions = [attention_of(layer) for layer in model.model.layers]
     outputs = [(a.k_proj.weight.shape[0], a.v_proj.weight.shape[0]) for a in attentions]
     width = model.model.norm.weight.shape[0]
@@ -197,7 +197,7 @@ def new_reader(features: int, model: Any, way: ReadingWay = "states") -> TargetR
 
 
 def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:
-    """The reader of the drafter in `folder`, a `TargetReader`; None if it reads nothing.
+    """Load the reader of the drafter in `folder`; None if it reads nothing.
 
     Raises:
         ModelError: a file is broken, or does not fit the drafter.
@@ -227,18 +227,18 @@ def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] 
 def save_reader(
     folder: Path, description: ReaderDescription, weights: dict[str, mx.array], dtype: mx.Dtype
 ) -> None:
-    """Write both files; the description, whose presence makes a reader, is written last."""
+    """Write both files, the description last, since its presence marks a complete reader."""
     arrays = {name: array.astype(dtype) for name, array in weights.items()}
     mx.save_safetensors(str(folder / WEIGHTS), arrays, {"format": "mlx"})
     (folder / DESCRIPTION).write_bytes(msgspec.json.encode(description))
 
 
 def flat_parameters(module: nn.Module) -> dict[str, mx.array]:
-    """A module's parameters by their path."""
+    """Return a module's parameters by path."""
     flat: Any = tree_flatten(module.parameters())
     return dict(flat)
 
 
 def update_parameters(module: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Put these in place, by their path."""
+    """Set these parameters by path."""
     module.update(tree_unflatten(list(weights.items())))

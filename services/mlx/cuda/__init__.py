@@ -1,1 +1,1 @@
-"""Kernels of our own for the few rows of a verification on CUDA."""
+"""Our CUDA kernels for the few rows of a verification."""

@@ -1,15 +1,15 @@
-"""Attention of a few queries on CUDA, by a kernel of our own.
+"""Attention of a few queries on CUDA, by our own kernel.
 
-MLX has a fused kernel there for a single query without a mask, and cuDNN for many under one. A
-verification and a depth of a draft tree lie between: with cuDNN each layer costs the host
-75 microseconds, which for a large model is a third of the pass (docs/lab/cuda-forward.md).
+MLX has a fused kernel for a single query without a mask, and cuDNN for many queries with one. A
+verification and a depth of a draft tree lie between: with cuDNN each layer costs the host 75
+microseconds, which for a large model is a third of the pass (docs/lab/cuda-forward.md).
 
 One block serves sixteen queries of heads that share keys, on the tensor cores. Its warps take
-sixteen keys in turn, each keeping a running maximum, sum and weighted values (the online softmax
-of Milakov and Gimelshein, 2018), and are merged at the end. Sums are in float32, weights in the
-type of the values. Behind a long text a few blocks would keep most of the GPU idle: there each
-serves a part of the keys, always the same ones, and another kernel merges the parts. Rows of a
-table (`attend_table`) have the same parts, and so the same bits.
+sixteen keys in turn, each keeping a running maximum, sum and weighted values (the online softmax of
+Milakov and Gimelshein, 2018), and are merged at the end. Sums are in float32, weights in the type
+of the values. After a long text a few blocks would leave most of the GPU idle: there each block
+serves a fixed part of the keys, and another kernel merges the parts. Rows of a table
+(`attend_table`) have the same parts, and so the same bits.
 """
 
 import functools
@@ -27,22 +27,24 @@ _log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
 _MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
-"""By the size of a head: so many rows and slots are ours (docs/lab/cuda-forward.md)."""
+"""Maximum rows times slots for our kernel, by head size (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
-"""Up to so many slots, and queries times slots times the width of all heads, that costs less than
-cuDNN's plans, which take 50 to 850 ms for each new shape."""
+"""Up to this many slots, and this product of queries, slots and the width of all heads, our kernel
+is cheaper than cuDNN's plans, which take 50 to 850 ms for each new shape.
+"""
 _FEW = 64
 ROWS_STEP = 128
-"""Of the numbers of rows that recur (`round_rows`)."""
+"""Padded numbers of rows are multiples of this (`round_rows`)."""
 _WARPS = {64: 8, 128: 8, 256: 4}
-"""Of a block, by the size of a head; all of it has to fit into the block's shared memory."""
+"""Warps of a block by head size; a block must fit into shared memory."""
 _TILE = 16
 """Queries of a block."""
 _PART = 512
-"""Keys of a block behind a text of some length, at the text's beginning (`begin_part`)."""
+"""Keys of a block after a long text, near its beginning (`begin_part`)."""
 _SHORT_PARTS, _MANY_HEADS = 8, 8
-"""So many parts are of that length; four times as many where there are fewer heads of keys, whose
-blocks would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md)."""
+"""Number of parts of that length; four times as many if there are fewer KV heads, whose blocks
+would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md).
+"""
 _MERGE_WARPS = 4
 _TYPES = (mx.float16, mx.bfloat16)
 _TOLERANCE = 0.01
@@ -52,13 +54,13 @@ _TOLERANCE = 0.01
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """[1, heads, n, size] attention, or None where MLX's own kernels serve better.
+    """Compute [1, heads, n, size] attention, or return None where MLX's own kernels are better.
 
     Args:
         queries: [1, heads, n, size].
         keys: [1, kv heads, slots, size], as values; the last axis of both is contiguous.
         scale: factor of the products.
-        mask: which slots each query sees, bool [n, slots]; no other kind is served.
+        mask: the slots each query attends to, bool [n, slots]; no other kind is supported.
     """
     if not isinstance(mask, mx.array) or not _takes(queries, keys, values, mask):
         return None
@@ -68,13 +70,13 @@ def attend(
 
 
 def attends_any_length(size: int, dtype: mx.Dtype) -> bool:
-    """Return whether our kernel serves heads of this size in buffers of all traced sizes."""
+    """Return True if our kernel serves heads of this size in buffers of all traced sizes."""
     long = _MOST_SLOTS.get(size, 0) >= MOST_SLOTS and dtype in _TYPES
     return long and _works(dtype, size)
 
 
 def count_parts(slots: int, kv_heads: int = 1) -> int:
-    """Into how many parts so many keys are divided; more where there are few heads of keys."""
+    """Return the number of parts for this many keys; more parts for few KV heads."""
     short = _count_short(kv_heads)
     short_end, double_end = short * _PART, 2 * short * _PART
     if slots <= short_end:
@@ -89,13 +91,13 @@ def _count_short(kv_heads: int) -> int:
 
 
 def fit_chunk(model: Any, size: int, length: int) -> int:
-    """Tokens of a chunk of a prompt behind `length` others: few, if our kernel serves them then.
+    """Return the tokens of a prompt chunk after `length` others: few if our kernel serves them.
 
-    Many are one pass, but their shapes are new with every prompt (see `round_rows`).
+    A large chunk is one pass, but its shapes are new with every prompt (see `round_rows`).
 
     Args:
-        model: an mlx-lm model; its heads are taken to be as wide together as its states.
-        size: tokens that are wanted.
+        model: an mlx-lm model; its heads together are assumed as wide as its states.
+        size: requested number of tokens.
         length: tokens before them.
     """
     width = getattr(getattr(model, "args", None), "hidden_size", 0)
@@ -105,7 +107,7 @@ def fit_chunk(model: Any, size: int, length: int) -> int:
 
 
 def round_rows(count: int) -> int:
-    """The number of rows that so many are filled up to, so that few numbers recur.
+    """Round up a number of rows, so that few different ones occur.
 
     A GPU plans or loads kernels for 50 to 80 ms when it first sees one (docs/lab/concurrency.md).
     """
@@ -115,9 +117,9 @@ def round_rows(count: int) -> int:
 def attend_many(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """[1, heads, n, size] attention by MLX, filled up to a number of queries that recurs.
+    """Compute [1, heads, n, size] attention by MLX, padded to a recurring number of queries.
 
-    None where there is nothing to be filled up. Arguments as for `attend`.
+    Returns None if no padding is needed. Arguments as for `attend`.
     """
     batch, _, count, _ = queries.shape
     more, slots = round_rows(count) - count, keys.shape[2]
@@ -152,7 +154,7 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
 
 
 def _is_small(queries: mx.array, slots: int) -> bool:
-    """Return whether our kernel serves so many queries and slots better than MLX's."""
+    """Return True if our kernel is better than MLX's for this many queries and slots."""
     _, _, rows, size = queries.shape
     few = rows <= MOST_ROWS and slots <= _MOST_SLOTS.get(size, 0)
     return few or (slots <= _SHORT and queries.size * slots <= _MOST_READ)
@@ -161,7 +163,7 @@ def _is_small(queries: mx.array, slots: int) -> bool:
 def _attend_alone(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
 ) -> mx.array:
-    """`attend`, where it serves."""
+    """Compute `attend` if our kernel is supported."""
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask}
     _, kv_heads, slots, size = keys.shape
     _, heads, count, _ = queries.shape
@@ -181,15 +183,15 @@ def _launch(
     blocks: tuple[int, int, int],
     found: tuple[int, int, int, int],
 ) -> mx.array:
-    """Run this kernel; its inputs have their names in the source.
+    """Launch this kernel; its inputs have their names in the source.
 
     Args:
         source: of the kernel.
-        scale: factor of the products; a part of the kernel, since a block would wait for it.
+        scale: factor of the products; a constant of the kernel, since a block would wait for it.
         inputs: by name.
-        blocks: how many there are; as many as heads of keys, in the first place.
-        found: the shape of the result. Tokens come before heads: the model's next step wants the
-            heads of a token side by side.
+        blocks: grid size; the first axis is the number of KV heads.
+        found: shape of the result. Tokens come before heads: the model's next step needs the
+            heads of a token next to each other.
     """
     queries = inputs["q"]
     size, group = queries.shape[3], queries.shape[1] // blocks[0]
@@ -209,7 +211,7 @@ def _launch(
 
 
 def _merge(parts: mx.array, dtype: mx.Dtype) -> mx.array:
-    """[1, heads, count, size] of [parts, count, heads, size + 2]."""
+    """Merge [parts, count, heads, size + 2] into [1, heads, count, size]."""
     _, count, heads, numbers = parts.shape
     size = numbers - 2
     out = build(("tile.cuh", "attention.cuh"), _MERGE_SOURCE, ("parts",), contiguous=False)(
@@ -231,17 +233,17 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     first: mx.array,
     scale: float,
 ) -> mx.array:
-    """[1, heads, rows, size] attention of rows that see slots of different sequences.
+    """Compute [1, heads, rows, size] attention of rows that attend to different sequences' slots.
 
     Args:
         queries: [1, heads, rows, size].
         keys: [kv heads, all slots, size], as values; the last axis of both is contiguous.
-        mask: bool [rows, slots], which slots each query sees, counted from its first.
-        first: [rows] int32, where its sequence begins.
+        mask: bool [rows, slots], the slots each query attends to, counted from its first.
+        first: [rows] int32, the first slot of its sequence.
         scale: factor of the products.
 
     Raises:
-        TypeError: the arrays are of a kind that the kernel does not take.
+        TypeError: the kernel does not support arrays of this kind.
     """
     size = queries.shape[-1]
     ours = size in _WARPS and queries.dtype in _TYPES and keys.dtype == queries.dtype
@@ -252,7 +254,7 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
 
 
 def _attend_seats(arrays: dict[str, mx.array], scale: float) -> mx.array:
-    """`attend_table`, where it serves; the arrays have their names in the source."""
+    """Compute `attend_table`, if supported; the arrays have their names in the source."""
     queries, kv_heads = arrays["q"], arrays["k"].shape[0]
     _, heads, count, size = queries.shape
     parts, tiles = count_parts(arrays["mask"].shape[1], kv_heads), -(-(heads // kv_heads) // _TILE)
@@ -329,9 +331,9 @@ is_seen = __syncthreads_or(is_seen);
 
 @functools.cache
 def _works(dtype: mx.Dtype, size: int) -> bool:
-    """Return whether the kernels compile here and give what MLX's own attention gives."""
+    """Return True if the kernels compile here and match MLX's own attention."""
     try:
-        # Behind 32 parts a lane takes several; with many heads the last ones are longer.
+        # With 32 parts a lane reads several; with many heads the last ones are longer.
         tried = ((70, 2), (_PART + 70, 2), (33 * _PART, 2), (34 * _PART, _MANY_HEADS))
         relative = max(_compare(dtype, size, *one) for one in tried)
     except (RuntimeError, ValueError, OSError) as error:
@@ -344,10 +346,10 @@ def _works(dtype: mx.Dtype, size: int) -> bool:
 
 
 def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
-    """How far our attention over so many slots is from MLX's, relative.
+    """Return the relative distance of our attention over this many slots from MLX's.
 
-    The arrays are laid out as a model's are: the first slots of larger buffers, and queries
-    whose heads stand side by side.
+    The arrays are laid out as in a model: the first slots of larger buffers, and queries whose
+    heads are next to each other.
     """
     scale, shape = 0.7 * size**-0.5, (1, kv_heads, slots + 26, size)
     queries, keys, values = (
@@ -358,7 +360,7 @@ def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
     mask = mx.arange(slots)[None] <= mx.array([[slots - 30], [slots - 4], [slots - 1]])
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     found = _attend_alone(queries, keys, values, scale, mask)
-    # In the seat of a table, which the first slots of the keys stand for, each row sees the same.
+    # The first slots of the keys serve as the table's seat, where each row attends to the same.
     arrays = {"q": queries, "k": keys[0], "v": values[0], "mask": mask}
     in_table = _attend_seats({**arrays, "first": mx.zeros(3, mx.int32)}, scale)
     return max(measure_distance(expected, found), measure_distance(expected, in_table))

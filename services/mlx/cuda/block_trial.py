@@ -1,4 +1,4 @@
-"""Self-test of decoder blocks: are ours right, and faster than MLX's with our products?"""
+"""Self-test of decoder blocks: are ours correct, and faster than MLX's with our products?"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,25 +17,31 @@ from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 _log = logging.getLogger(__name__)
 
 BLOCKS = 4
-"""That are tried."""
+"""Number of blocks tested."""
 _TOLERANCES = {mx.float16: 0.01, mx.bfloat16: 0.04}
-"""Relative, of what a block adds to its input. MLX rounds each step of a gate, ours its end."""
+"""Relative tolerance of a block's addition to its input.
+
+MLX rounds each step of a gate, our kernel only its end.
+"""
 _ROWS, _TIMED_ROWS = (1, 4, 16, 32), 4
-"""For which they are compared, and timed."""
+"""Numbers of rows that are compared, and the one that is timed."""
 _BEFORE = 20
-"""Tokens before those of the trial."""
+"""Tokens before those of the test."""
 _TURNS = 3
-"""How often the blocks are gone through when they are timed."""
+"""Passes over the blocks while timing."""
 _SHARE = 1.05
-"""Of MLX's time that ours may take. They leave the host two thirds of the operations, which a trial
-of a few blocks hardly shows: of a whole pass at 8B it is a tenth."""
+"""Share of MLX's time that ours may take.
+
+They spare the host two thirds of the operations, which a test of a few blocks hardly shows: in a
+whole pass at 8B it is a tenth.
+"""
 
 Pairs = Sequence[tuple[Any, Any]]
-"""Blocks, and their kernels."""
+"""Blocks with their kernels."""
 
 
 def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
-    """Compare these blocks for the rows that our products serve."""
+    """Compare these blocks for the numbers of rows that our products serve."""
     block, kernels = pairs[0]
     probe = KernelProbe(kernel="block", shape=f"blocks of {type(block).__module__}")
     dtype, distance = kernels.weight.dtype, 0.0
@@ -70,11 +76,11 @@ def _refuse(probe: KernelProbe, reason: str) -> KernelProbe:
 
 
 class _Trial:
-    """Passes of so many rows through some blocks, whose keys and values are random.
+    """Passes of `rows` rows through some blocks with random keys and values.
 
     Args:
-        pairs: blocks, and their kernels.
-        rows: of a pass.
+        pairs: blocks with their kernels.
+        rows: rows per pass.
     """
 
     def __init__(self, pairs: Pairs, rows: int) -> None:
@@ -97,13 +103,13 @@ class _Trial:
         )
 
     def time(self) -> list[float]:
-        """Seconds of a block by our kernels and by MLX, one after the other."""
+        """Return the seconds per block by our kernels and by MLX, run alternately."""
         ways = [self._trace(ours=ours, chained=True) for ours in (True, False)]
         count = _TURNS * len(self._pairs)
         return [seconds / count for seconds in time_in_turn(ways)]
 
     def _trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
-        """Trace the blocks, each over the rows or over the result of the block before."""
+        """Trace the blocks, each over the rows or over the result of the previous block."""
 
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array

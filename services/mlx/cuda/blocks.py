@@ -1,10 +1,10 @@
-"""Decoder blocks on CUDA by kernels of our own, for few rows of what is traced.
+"""Decoder blocks on CUDA by our own kernels, for few rows in traces.
 
-A pass of a small model waits for its launches and for the host that makes them, not for what
-they compute. A block here is eight launches instead of eighteen, and a third of MLX's operations:
-what follows a product is computed with it, and queries, keys and values are taken apart, normed,
-rotated and stored in one. Which blocks: those of `plain_blocks` whose parts are plain, tried
-(`block_trial`) when a model is prepared.
+A pass of a small model waits for launches and for the host that issues them, not for the
+arithmetic. A block here is eight launches instead of eighteen, and a third of MLX's operations:
+whatever follows a product is fused with it, and one kernel splits, norms, rotates and stores
+queries, keys and values. It applies to blocks of `plain_blocks` whose parts are plain, after a
+self-test (`block_trial`) when a model is prepared.
 """
 
 import logging
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 
 
 class BlockKernels:
-    """One block as the kernels see it.
+    """One block as seen by the kernels.
 
     Raises:
-        Unfit: it is of another kind.
+        Unfit: the block is of another kind.
     """
 
     def __init__(self, block: Any) -> None:
@@ -57,18 +57,18 @@ class BlockKernels:
 
     @property
     def weight(self) -> mx.array:
-        """[queries, keys and values, width] of the first product."""
+        """[queries, keys and values, width] weight of the first product."""
         weight: mx.array = self._qkv.weight
         return weight
 
     @property
     def waits_for_rows(self) -> bool:
-        """True if its attention does (`kv_rows.wait_for`)."""
+        """True if its attention waits for the rows (`kv_rows.wait_for`)."""
         attend = getattr(self._family, "scaled_dot_product_attention", None)
         return getattr(attend, "waits_for_rows", False)
 
     def takes(self, x: mx.array, cache: Any) -> bool:
-        """Return whether a pass over these rows is ours."""
+        """Return True if our kernels serve a pass over these rows."""
         positions = _find_positions(cache)
         return (
             x.ndim == 3
@@ -89,7 +89,7 @@ class BlockKernels:
         else:
             queries, keys, values = rotate(rows, positions, self.heads)
             keys, values = cache.update_and_fetch(keys, values)
-        # Looked up here, since `enable_packing` puts another one into its place.
+        # Looked up at call time, since `enable_packing` replaces it.
         attend = self._family.scaled_dot_product_attention
         attended = attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
         attended = attended.swapaxes(1, 2).reshape(1, x.shape[1], -1)
@@ -99,12 +99,12 @@ class BlockKernels:
 
 
 def _find_positions(cache: Any) -> Any:
-    """[rows] of the rows of a pass, in a trace over one sequence or over a table of them."""
+    """Return [rows] positions of a pass, in a trace over one sequence or over a table."""
     return cache.positions if hasattr(cache, "positions") else getattr(cache, "offset", None)
 
 
 def _find_joint(owner: Any, names: tuple[str, ...]) -> Any:
-    """The joint layer that these are the parts of."""
+    """Return the joint layer of these parts."""
     parts = [getattr(owner, name) for name in names]
     if any(type(part) is not FusedSlice or part.joint is not parts[0].joint for part in parts):
         raise Unfit(f"{', '.join(names)} are no joint product")
@@ -134,7 +134,7 @@ def _read_heads(attention: Any, weight: mx.array) -> Heads:
 
 
 def _read_speeds(rope: Any) -> tuple[int, mx.array]:
-    """How many numbers of a head are rotated, and by how much a position."""
+    """Return the number of rotated elements of a head, and the angle per position."""
     rope = rope.own if isinstance(rope, BranchRope) else rope
     if type(rope) not in {nn.RoPE, Llama3RoPE} or rope.traditional:
         raise Unfit(f"its RoPE is a {type(rope).__name__}")
@@ -145,16 +145,16 @@ def _read_speeds(rope: Any) -> tuple[int, mx.array]:
 
 
 def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
-    """Let few rows in traces go through our kernels in every block that is of their kind.
+    """Route few rows in traces through our kernels in every supported block.
 
-    Takes the place of what an earlier call chose.
+    Replaces the choice of an earlier call.
 
     Args:
-        model: whose products have been chosen.
-        products: what was found of them; blocks serve as many rows.
+        model: its products must have been chosen.
+        products: the result of their test; blocks serve as many rows.
 
     Returns:
-        What was measured; None if no block is of their kind, or no product is ours.
+        The measurements; None if no block is supported, or no product is ours.
     """
     fit: list[tuple[Any, BlockKernels]] = []
     for _, block in model.named_modules():
@@ -175,7 +175,7 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
 
 
 def can_write_in_place(model: Any) -> bool:
-    """Return whether what attends to the rows of a pass is known to wait until they are written."""
+    """Return True if attention to the rows of a pass is known to wait until they are written."""
     kernels = find_kernels(model)
     return bool(kernels) and all(
         type(one) is BlockKernels and one.waits_for_rows for one in kernels
@@ -183,7 +183,7 @@ def can_write_in_place(model: Any) -> bool:
 
 
 def serves_any_length(model: Any) -> bool:
-    """Return whether replays over buffers of another size compile and plan nothing anew."""
+    """Return True if replays over buffers of another size need no new kernels or plans."""
     kernels = find_kernels(model)
     kinds = {(one.heads.size, one.weight.dtype) for one in kernels if type(one) is BlockKernels}
     return bool(kinds) and all(attends_any_length(*kind) for kind in kinds)

@@ -1,4 +1,4 @@
-"""Which products of a traced forward go through our kernel on CUDA, by rows: tried out."""
+"""Choose by timing which products of a traced forward use our CUDA kernel, by rows."""
 
 import logging
 from collections import defaultdict
@@ -23,15 +23,16 @@ _log = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _LAYERS = 4
-"""Of a shape, whose weights are read in turn when it is timed."""
+"""Layers per shape, whose weights are read in turn when timed."""
 _AHEAD = 6
-"""How often in a row they are computed: the host builds the next ones while the device is at work,
-as in an answer. Waited for each time, what costs the host less looks faster than it is."""
+"""Repetitions in a row: the host builds the next ones while the device computes, as in an answer.
+
+If each were awaited, whatever costs the host less would look faster than it is.
+"""
 _EVEN = 1.03
-"""Share of MLX's time that single rows may take, which have the bits of several then."""
+"""Share of MLX's time that single rows may take, for bits equal to those of several rows."""
 _MOST_SLOWER = 2
-"""Numbers of several rows, one after the other, for which it is not faster: then more are not
-tried."""
+"""Consecutive numbers of rows without a gain, after which larger ones are not tried."""
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
@@ -50,7 +51,7 @@ _use = _Use()
 
 @contextmanager
 def in_trace() -> Iterator[None]:
-    """Products of few rows may go through the kernel in here: what is built will be replayed."""
+    """Allow the kernel for products of few rows inside: the graph will be replayed."""
     before, _use.tracing = _use.tracing, True
     try:
         yield
@@ -60,7 +61,7 @@ def in_trace() -> Iterator[None]:
 
 @contextmanager
 def serving(least_rows: int, most_rows: int) -> Iterator[None]:
-    """Send up to so many rows of what is traced inside through our kernels, blocks too; 0: none."""
+    """Route up to this many rows of traced code inside through our kernels, blocks too; 0: none."""
     before = _use.least_rows, _use.most_rows
     _use.least_rows, _use.most_rows = least_rows, most_rows
     try:
@@ -70,16 +71,16 @@ def serving(least_rows: int, most_rows: int) -> Iterator[None]:
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
-    """Return whether this product goes through our kernel, here and now."""
+    """Return True if this product currently uses our kernel."""
     rows = x.size // x.shape[-1]
     return _use.tracing and _use.least_rows <= rows <= _use.most_rows and product.takes(x, weight)
 
 
 class TracedLinear(nn.Linear):
-    """A layer whose few rows go through our kernel."""
+    """A layer whose few rows use our kernel."""
 
     def serves(self, x: mx.array) -> bool:
-        """Return whether these rows go through our kernel."""
+        """Return True if these rows use our kernel."""
         return serves(x, self.weight)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -92,7 +93,7 @@ class TracedLinear(nn.Linear):
 
 
 class TracedEmbedding(nn.Embedding):
-    """A tied embedding whose few rows of logits go through our kernel."""
+    """A tied embedding whose logits of few rows use our kernel."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of [..., rows, inputs]."""
@@ -106,10 +107,10 @@ _LAYERS_OF_OURS = {nn.Linear: TracedLinear, nn.Embedding: TracedEmbedding}
 
 
 def use_products(model: nn.Module) -> KernelProbe | None:
-    """Let a model on CUDA use the kernel where it is right and faster; what was measured of it.
+    """Use the kernel for a model on CUDA where it is correct and faster; return the measurements.
 
-    Takes the place of what an earlier call chose. None elsewhere than on CUDA, and for models
-    whose weights are of a kind that the kernel does not take.
+    Replaces the choice of an earlier call. Returns None on other devices, and for models whose
+    weights the kernel does not support.
     """
     _use.least_rows = _use.most_rows = 0
     layers = list(_find_layers(model)) if compute_unit() == "cuda" else []
@@ -133,7 +134,7 @@ def use_products(model: nn.Module) -> KernelProbe | None:
 
 
 def _find_layers(model: nn.Module) -> Iterator[Any]:
-    """Those whose product the kernel takes, joint ones in the place of their parts."""
+    """Return the layers that the kernel supports, joint ones in place of their parts."""
     modules = [module for _, module in model.named_modules()]
     parts = [module for module in modules if type(module) is FusedSlice]
     alone = {id(part.own) for part in parts}
@@ -147,7 +148,9 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _try_rows(layers: list[Any]) -> KernelProbe:
-    """For which numbers of rows the kernel is right, and faster for all of these together."""
+    """Find the numbers of rows for which the kernel is correct, and faster for all layers
+    together.
+    """
     furthest, reason, slower = 0.0, "", 0
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
@@ -179,10 +182,10 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
 
 
 def _choose_range(own_ms: dict[int, float], mlx_ms: dict[int, float]) -> tuple[int, int]:
-    """The fewest rows and the most for which the kernel is used, of those that were timed.
+    """Return the fewest and the most rows for which the kernel is used, among those timed.
 
-    As many as gain most together: one that was timed in a bad moment, or loses a little, does not
-    keep the others from it. 0, 0 if nothing is gained.
+    The range with the largest total gain is chosen: one bad timing, or a small loss, does not
+    exclude the others. 0, 0 if nothing is gained.
     """
     least, most, gained, best = 0, 0, 0.0, 0.0
     for rows, ours in own_ms.items():
@@ -193,7 +196,7 @@ def _choose_range(own_ms: dict[int, float], mlx_ms: dict[int, float]) -> tuple[i
         gained += 1.0 - ours / mlx_ms[rows]
         if gained > best:
             most, best = rows, gained
-    # A single row alone has no several rows whose bits it could have.
+    # A single row alone needs no bits equal to those of several rows.
     paying = [rows for rows, ours in own_ms.items() if pays(ours, mlx_ms[rows])]
     return (least, most) if paying and (most > 1 or most in paying) else (0, 0)
 
@@ -202,7 +205,7 @@ Products = Callable[[list[mx.array]], list[mx.array]]
 
 
 def _repeat(products: Products, inputs: list[mx.array]) -> list[mx.array]:
-    """Begin them several times, behind one another; returns the last ones."""
+    """Queue the products several times; return the last ones."""
     found = inputs
     for _ in range(_AHEAD):
         found = products(inputs)
@@ -211,7 +214,7 @@ def _repeat(products: Products, inputs: list[mx.array]) -> list[mx.array]:
 
 
 def _trace(layers: list[Any], most_rows: int) -> Products:
-    """The products of all these layers, by the kernel up to so many rows."""
+    """Trace the products of all these layers, by the kernel up to `most_rows` rows."""
 
     def multiply(inputs: list[mx.array]) -> list[mx.array]:
         with serving(1, most_rows), in_trace():

@@ -1,10 +1,9 @@
 """Compiled kernels of ours on disk, where MLX looks for its own.
 
-MLX compiles a custom kernel in every process anew, with all headers of its own: 1 to 6 seconds
-each. It looks for compiled ones in its cache on disk whatever kind they are, but stores only
-those of its own making there (`JitModule` in mlx/backend/cuda/jit_module.cpp). So ours are
-compiled here, without those headers, and put where it will look. Nothing rests on it: what MLX
-does not find there, it compiles.
+MLX compiles a custom kernel in every process anew, with all its own headers: 1 to 6 seconds each.
+It looks up kernels of any kind in its disk cache, but stores only its own there (`JitModule` in
+mlx/backend/cuda/jit_module.cpp). So ours are compiled here, without those headers, and put where
+MLX looks. Nothing depends on it: kernels that are missing there are compiled by MLX.
 """
 
 import functools
@@ -31,7 +30,7 @@ _MLX_HEADERS = """
 """
 _BEGIN = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n__global__ void "
 _OWN_BEGIN = 'namespace mlx::core::cu {\n\nextern "C" __global__ void '
-"""Without a name that C++ makes up."""
+"""The beginning without a mangled name."""
 _END = "\n}\n\n} // namespace mlx::core::cu\n"
 OWN_HEADERS = """
 #include <cuda_bf16.h>
@@ -49,7 +48,7 @@ struct Strides {
 };
 }
 """
-"""In the place of MLX's: what our kernels use of them, laid out in the same way."""
+"""Replaces MLX's headers: the parts our kernels use, with the same layout."""
 _TYPES = {
     mx.bool_: ("bool", "bool"),
     mx.int32: ("int32_t", "int32_t"),
@@ -58,7 +57,7 @@ _TYPES = {
     mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
     mx.float32: ("float", "float"),
 }
-"""As a parameter of a kernel, and in a kernel's name."""
+"""Types as kernel parameters and in kernel names."""
 _PARTS = ("shape", "strides", "ndim")
 _KINDS = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
 _MASK = (1 << 64) - 1
@@ -68,7 +67,7 @@ Template = Sequence[tuple[str, Any]]
 
 
 class KernelText(NamedTuple):
-    """Text and names of which MLX makes a kernel."""
+    """The text and names from which MLX builds a kernel."""
 
     name: str
     header: str
@@ -80,7 +79,7 @@ class KernelText(NamedTuple):
 def keep(
     text: KernelText, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], template: Template
 ) -> None:
-    """Compile this kernel to where MLX finds it when it evaluates it on CUDA.
+    """Compile this kernel to where MLX looks for it when it evaluates it on CUDA.
 
     Args:
         text: of the kernel.
@@ -90,7 +89,7 @@ def keep(
     """
     try:
         _keep(text, inputs, outputs, template)
-    # Whatever goes wrong, MLX compiles it then.
+    # On any error MLX compiles it itself.
     except Exception as error:  # noqa: BLE001
         _warn(str(error))
 
@@ -108,14 +107,14 @@ def _keep(
     own = rest.replace(_BEGIN, _OWN_BEGIN)
     compiled = _compile(OWN_HEADERS + text.header + own)
     binary.parent.mkdir(parents=True, exist_ok=True)
-    # MLX looks for the binary, and then reads what its kernel is called in there.
+    # MLX looks for the binary, and then reads the kernel's name there.
     write_atomically(names, f"mlx::core::cu::{name}\t{name}\n", sync=True)
     write_atomically(binary, compiled, sync=True)
 
 
 def _compile(source: str) -> bytes:
-    """The binary of a kernel for the device that MLX computes on."""
-    # Of the extra `cuda`, and slow to import; most processes find what they need on disk.
+    """Return the binary of a kernel for the device that MLX computes on."""
+    # In the extra `cuda`, and slow to import; most processes find their kernels on disk.
     core: Any = importlib.import_module("cuda.core")
     pathfinder: Any = importlib.import_module("cuda.pathfinder")
     headers = pathfinder.find_nvidia_header_directory("cudart")
@@ -127,14 +126,14 @@ def _compile(source: str) -> bytes:
 
 
 def find_architecture() -> str:
-    """Return the architecture that MLX compiles for, as NVIDIA's compiler calls it."""
+    """Return the architecture that MLX compiles for, in NVIDIA's notation."""
     info = mx.device_info()
     major, minor = info["compute_capability_major"], info["compute_capability_minor"]
     return f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
 
 
 def _find_folder() -> Path:
-    """Where MLX keeps what it has compiled."""
+    """Return the folder of MLX's compiled kernels."""
     if chosen := os.environ.get("MLX_PTX_CACHE_DIR"):
         return Path(chosen)
     return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "ptx")
@@ -146,7 +145,7 @@ def _warn(reason: str) -> None:
 
 
 def name_function(text: KernelText, template: Template) -> str:
-    """Return MLX's name for the kernel of these constants."""
+    """Return MLX's name for the kernel with these constants."""
 
     def name(value: Any) -> str:
         if isinstance(value, bool):
@@ -163,7 +162,7 @@ def write_function(
     outputs: Sequence[mx.Dtype],
     template: Template,
 ) -> str:
-    """Return MLX's text of a kernel, behind its headers, to the letter."""
+    """Return exactly MLX's text of a kernel, after its headers."""
     parameters: list[str] = []
     for own, array in zip(text.inputs, inputs, strict=True):
         parameters.append(f"    const {_TYPES[array.dtype][0]}* {own}")
@@ -188,7 +187,7 @@ def _declare(name: str, value: Any) -> str:
 
 
 def hash_text(text: str) -> int:
-    """`std::hash` of a string in libstdc++, which is MurmurHash64A (A. Appleby, public domain)."""
+    """Compute libstdc++'s `std::hash` of a string: MurmurHash64A (A. Appleby, public domain)."""
     data, whole = text.encode(), len(text.encode()) & ~7
     found = (0xC70F6907 ^ (len(data) * _FACTOR)) & _MASK
     for at in range(0, whole, 8):

@@ -1,13 +1,11 @@
-"""Passes that a GPU is given before their tokens are known: it waits for them by itself.
+"""Passes launched before their tokens are known, which wait on the GPU.
 
-Building and launching a pass takes the host milliseconds, for which the device waits where the
-tokens come from another process. So the launches of the next pass are queued while this one runs.
-Its first kernel reads a word of the host's memory until the host rings, and then the tokens beside
-it. If nobody rings in time, or the pass is called off, it runs over slots that nothing stands in,
-and its result says so.
+Building and launching a pass takes the host milliseconds, during which the device idles if the
+tokens come from another process. So the next pass is launched while this one runs. Its first kernel
+polls a word of host memory until the host rings, and then reads the tokens next to it. If that does
+not happen in time, or the pass is cancelled, it runs over unused slots, and its result says so.
 
-Whatever else is given to the device comes after such a pass, which has to be rung or called off
-before.
+All other work on the device queues after such a pass, which must be rung or cancelled first.
 """
 
 import itertools
@@ -27,14 +25,14 @@ from services.mlx.launching import launch
 _log = logging.getLogger(__name__)
 
 TIMEOUT_MS = 12
-"""Longest wait: about twice what a draft takes to come after a miss."""
+"""Longest wait: about twice the time for a draft after a miss."""
 
 _WORDS = 128
-"""Of a box."""
+"""Words per box."""
 _BOXES = 4
-"""Used in turn: a pass reads its box while the next one's is written."""
+"""Number of boxes, used in turn: a pass reads its box while the next one's is written."""
 _RUNS, _START, _TOKENS, _POSITIONS, _SEEN = 1, 2, 4, 36, 68
-"""Places in a box, whose word 0 is the ticket (`doorbell.cuh`)."""
+"""Offsets in a box, whose word 0 is the ticket (`doorbell.cuh`)."""
 _TICKETS = 1 << 30
 
 _AWAIT = """
@@ -60,11 +58,11 @@ if (slot < slots) visible[row * slots + slot] = sees(slot, start[0], sizes[1], b
 """
 _THREADS = 256
 _PAIRS = (2, 4, 8, 16)
-"""Numbers of arrays that a pass's choices are read in."""
+"""Sizes of the groups in which a pass's chosen tokens are read."""
 
 
 class LateInputs(NamedTuple):
-    """Inputs of a pass that are known only when it is rung for."""
+    """Inputs of a pass that are known only when its bell rings."""
 
     tokens: mx.array
     """[1, rows]."""
@@ -73,18 +71,18 @@ class LateInputs(NamedTuple):
     positions: mx.array
     """[rows]."""
     visible: mx.array
-    """[rows, slots] which slots each row sees."""
+    """[rows, slots] slots each row attends to."""
     rung: mx.array
-    """[1] 1 if these are what was rung for."""
+    """[1] 1 if the pass was rung."""
     ticket: int
-    """Of the pass."""
+    """Ticket of the pass."""
 
 
 class Doorbell:
-    """Boxes in memory that the device reads over the bus.
+    """Boxes in host memory that the device reads over the bus.
 
     Args:
-        boxes: [boxes, words] such memory; `open_doorbell` makes it.
+        boxes: [boxes, words] of pinned memory, from `open_doorbell`.
     """
 
     def __init__(self, boxes: npt.NDArray[np.int32]) -> None:
@@ -96,9 +94,9 @@ class Doorbell:
         """Begin a pass that waits for its tokens, while it is traced.
 
         Args:
-            rows: of the pass, up to 32: what a row sees of it is a word.
+            rows: of the pass, up to 32: a row's view of the pass is one word.
             slots: of the buffers.
-            spare: a slot behind all that may stand by then, with room for the rows.
+            spare: a slot after all that can be in use by then, with room for the rows.
         """
         ticket = next(self._tickets)
         place, call = self._places[ticket % _BOXES], _pair(ticket, spare)
@@ -125,18 +123,18 @@ class Doorbell:
         return LateInputs(tokens, start[0], positions, visible, rung, ticket)
 
     def launch(self, *arrays: mx.array) -> None:
-        """Queue what these are computed by."""
+        """Queue the computation of these arrays."""
         launch(*arrays)
 
     def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
-        """Queue what these are computed by, [count] int32; gives them when they are there."""
+        """Queue the computation of [count] int32 numbers; return them when they are ready."""
         count = numbers.size
         pairs = split_in_pairs(numbers)
         self.launch(*pairs)
         return lambda: np.concatenate([np.array(pair) for pair in pairs])[:count]
 
     def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
-        """The pass is over this tree, of no more rows than it has, from this slot on."""
+        """Start the pass over this tree, of at most its number of rows, from this slot on."""
         box, count, rows = self._box(late.ticket), len(tree), late.tokens.shape[1]
         box[_START] = start
         box[_TOKENS : _TOKENS + rows] = 0
@@ -147,7 +145,7 @@ class Doorbell:
         self._release(late, runs=True)
 
     def call_off(self, late: LateInputs) -> None:
-        """The pass is of no use; the device gets over it at once."""
+        """Cancel the pass; the device skips it immediately."""
         self._release(late, runs=False)
 
     def _box(self, ticket: int) -> npt.NDArray[np.int32]:
@@ -157,20 +155,20 @@ class Doorbell:
     def _release(self, late: LateInputs, *, runs: bool) -> None:
         box = self._box(late.ticket)
         box[_RUNS] = runs
-        # Last: stores become visible in the order of the program on the processors served.
+        # Last: on the supported processors, stores become visible in program order.
         box[0] = late.ticket
 
 
 def _pair(low: int, high: int) -> mx.array:
-    """Two words: so much MLX keeps in the host's memory, and need not ask the device for."""
+    """Return two words: MLX keeps an array this small in host memory, without asking the device."""
     return mx.array(np.array([low, high], np.uint32))
 
 
 def split_in_pairs(numbers: mx.array) -> list[mx.array]:
-    """[count] int32, 32 at most, as arrays of two, which can be read while a pass waits there.
+    """Split [count] int32, 32 at most, into arrays of two, readable while a pass waits there.
 
-    Others MLX moves to the host's memory first, for which it may have to wait. There are as many
-    as 4, 8, 16 or 32 numbers need: few kernels serve all counts.
+    MLX first moves larger ones to host memory, for which it may have to wait. There are as many as
+    4, 8, 16 or 32 numbers need: few kernels serve all counts.
     """
     needed = -(-numbers.size // 2)
     count = next(size for size in _PAIRS if size >= needed)
@@ -189,7 +187,10 @@ def split_in_pairs(numbers: mx.array) -> list[mx.array]:
 
 
 def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
-    """[rows] which rows of the pass each row sees; bit 0 is the first. Padding sees itself."""
+    """Return [rows], the rows of the pass each row attends to; bit 0 is the first.
+
+    Padding sees itself.
+    """
     seen = np.eye(rows, dtype=np.bool_)
     seen[: len(tree), : len(tree)] = tree.visible()
     powers = np.uint32(1) << np.arange(rows, dtype=np.uint32)
@@ -198,7 +199,7 @@ def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
 
 
 def open_doorbell() -> Doorbell | None:
-    """A doorbell for the device in use; None where there can be none, which the log explains."""
+    """Return a doorbell for the current device; None if unsupported, with a log entry."""
     try:
         memory = pinned.allocate(4 * _WORDS * _BOXES)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Equip a model with what makes its few rows fast on CUDA."""
+"""Enable the optimisations for few rows of a model on CUDA."""
 
 import mlx.nn as nn
 
@@ -9,10 +9,10 @@ from services.mlx.fused_linear import fuse_linears
 
 
 def equip_for_cuda(model: nn.Module) -> list[KernelProbe]:
-    """Join products of equal input, and let traces go through our kernels where that pays.
+    """Join products of equal input, and let traces use our kernels where that pays.
 
     Returns:
-        What was measured of them; nothing if the model is of no kind that they take.
+        The measurements; empty if the model is not supported.
     """
     fuse_linears(model)
     products = use_products(model)

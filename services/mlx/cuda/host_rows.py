@@ -1,9 +1,9 @@
-"""Rows of a pass's results, which the device writes into the host's memory, on CUDA.
+"""Rows of a pass's results that the device writes to host memory, on CUDA.
 
-To read an array MLX makes memory that both can use, copies it there, and waits: .2 ms, and the
-memory is used for the next pass's arrays, which the device then reads over the bus; and what waits
-on the device already has to go first. Here a kernel of the pass writes the rows to a box, where
-they are when the pass is over.
+To read an array MLX allocates memory that both can access, copies it there, and waits: 0.2 ms. The
+memory is reused for the next pass's arrays, which the device then reads over the bus; and work
+already queued on the device has to finish first. Here a kernel of the pass writes the rows to a
+box, where they are available when the pass ends.
 """
 
 import functools
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {mx.float16: np.float16, mx.float32: np.float32}
 _MOST_ROWS = 32
-"""Of a pass whose rows are sent."""
+"""Largest pass, in rows, whose rows are sent."""
 _BOXES = 8
-"""Used in turn: more than there are passes between one and the last look at its rows."""
+"""Number of boxes, used in turn: more than the passes until a pass's rows are last read."""
 _THREADS, _MOST_BLOCKS = 256, 32
 
 _BODY = """
@@ -39,12 +39,12 @@ if (thread == 0) sent[0] = 1;
 
 
 class SentRows:
-    """Rows on their way to the host; numpy takes them, and waits for them."""
+    """Rows in transit to the host; converting to numpy waits for them."""
 
     def __init__(self, boxes: "HostRows", number: int, rows: npt.NDArray[Any], sent: mx.array):
         self._boxes, self._number, self._rows = boxes, number, rows
         self.sent = sent
-        """[1], there when they are."""
+        """[1], computed once the rows are there."""
 
     def __getitem__(self, rows: slice) -> "SentRows":
         return SentRows(self._boxes, self._number, self._rows[rows], self.sent)
@@ -53,14 +53,14 @@ class SentRows:
         return len(self._rows)
 
     def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> npt.NDArray[Any]:
-        mx.eval(self.sent)  # nobody may have looked at anything else that the pass gives
+        mx.eval(self.sent)  # nothing else of the pass may have been evaluated
         if self._boxes.count - self._number > _BOXES:
-            raise RuntimeError("rows of a pass were read when others had taken their place")
+            raise RuntimeError("rows of a pass were read after their memory was reused")
         return np.array(self._rows, dtype, copy=copy)
 
 
 ReadRows = mx.array | SentRows
-"""[rows, width] in the making."""
+"""[rows, width], lazy."""
 
 
 class HostRows:
@@ -68,17 +68,17 @@ class HostRows:
 
     Args:
         boxes: [boxes, bytes] that the device can write to.
-        width: numbers of a row.
+        width: numbers per row.
         dtype: of the rows.
     """
 
     def __init__(self, boxes: npt.NDArray[np.uint8], width: int, dtype: mx.Dtype) -> None:
         self._boxes, self._width, self._dtype = boxes, width, dtype
         self.count = 0
-        """Of the passes whose rows were sent."""
+        """Number of passes whose rows were sent."""
 
     def send(self, rows: mx.array) -> ReadRows:
-        """[rows, width] on their way; the array itself if it is none that is sent."""
+        """Send [rows, width] to the host; return the array itself if unsupported."""
         if len(rows) > _MOST_ROWS or rows.shape[1] != self._width or rows.dtype != self._dtype:
             return rows
         number, self.count = self.count, self.count + 1
@@ -91,7 +91,7 @@ def _launch(rows: mx.array, box: npt.NDArray[np.uint8]) -> mx.array:
     make = build(("host_rows.cuh",), _BODY, ("rows", "place"), contiguous=True, outputs=("sent",))
     blocks = min(_MOST_BLOCKS, -(-rows.nbytes // (4 * _THREADS)))
     [sent] = make(
-        # Two words: so much MLX keeps in the host's memory, and need not ask the device for.
+        # Two words: MLX keeps an array this small in host memory, without asking the device.
         inputs=[rows, mx.array(np.array(pinned.address_of(box), np.uint32))],
         template=[("T", rows.dtype)],
         grid=(blocks * _THREADS, 1, 1),
@@ -103,13 +103,13 @@ def _launch(rows: mx.array, box: npt.NDArray[np.uint8]) -> mx.array:
 
 
 def pending(rows: ReadRows) -> mx.array:
-    """Array that is computed once the rows are sent."""
+    """Return an array that is computed once the rows are sent."""
     return rows.sent if isinstance(rows, SentRows) else rows
 
 
 @functools.cache
 def open_host_rows(width: int, dtype: mx.Dtype) -> HostRows | None:
-    """Boxes for such rows, always the same; None where none are sent, which the log explains."""
+    """Return the shared boxes for such rows; None if unsupported, for a reason that is logged."""
     size = width * dtype.size
     if compute_unit() != "cuda" or dtype not in _TYPES or size % 4:
         return None
@@ -120,8 +120,8 @@ def open_host_rows(width: int, dtype: mx.Dtype) -> HostRows | None:
         sent = boxes.send(trial)
         right = np.array_equal(np.array(sent), np.array(trial))
     except (OSError, RuntimeError, ValueError) as error:
-        _log.warning("what is read of the target is copied: %s", error)
+        _log.warning("states that are read of the target are copied: %s", error)
         return None
     if not right:
-        _log.warning("what is read of the target is copied: it was wrong in a trial")
+        _log.warning("states that are read of the target are copied: the self-test failed")
     return boxes if right else None

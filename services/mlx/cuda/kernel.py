@@ -15,11 +15,11 @@ LANES = 32
 
 
 class Kernel:
-    """A kernel; each set of types and constants compiles when it is first evaluated.
+    """A kernel; each set of types and constants compiles on its first evaluation.
 
     Args:
         text: of the kernel.
-        contiguous: whether inputs that lie otherwise are copied.
+        contiguous: True to copy non-contiguous inputs.
     """
 
     def __init__(self, text: disk_cache.KernelText, *, contiguous: bool) -> None:
@@ -43,7 +43,7 @@ class Kernel:
         output_dtypes: Sequence[mx.Dtype],
         **more: Any,
     ) -> list[mx.array]:
-        """The outputs, lazy; see `mx.fast.cuda_kernel`."""
+        """Return the outputs, lazy; see `mx.fast.cuda_kernel`."""
         types = tuple((array.dtype, array.ndim) for array in inputs)
         key = types, tuple(template), tuple(output_dtypes)
         if key not in self._kept:
@@ -64,17 +64,17 @@ def build(
     contiguous: bool,
     outputs: tuple[str, ...] = ("out",),
 ) -> Kernel:
-    """A kernel of these files' functions, whose inputs have their names in the body.
+    """Build a kernel from the functions in these files; its inputs have their names in the body.
 
     Args:
         texts: names of the files, each of which may use those before it.
         body: of the kernel.
         inputs: their names.
-        contiguous: whether inputs that lie otherwise are copied.
+        contiguous: True to copy non-contiguous inputs.
         outputs: their names.
     """
     folder = Path(__file__).parent
-    # MLX keeps compiled kernels by their text; what one machine compiles is for its GPU alone.
+    # MLX caches compiled kernels by their text; a machine compiles for its own GPU only.
     parts = [f"// {disk_cache.find_architecture()}"]
     parts += ((folder / name).read_text("utf-8") for name in ("common.cuh", *texts))
     header = "\n".join(parts)

@@ -1,10 +1,10 @@
-"""Keys and values of a few rows, written into the buffers of a layer where these are, on CUDA.
+"""Keys and values of a few rows, written in place into a layer's buffers on CUDA.
 
-MLX's own operations write into a buffer in place only if nothing holds it any more. A pass that is
-built while another one is at work finds it held, and copies it: which layers are copied depends on
-how far the device is, and CUDA takes 5 to 17 ms to make a graph of launches that it has not met yet
-(docs/lab/cuda-forward.md). Here nothing is copied. Who calls has to own the buffers
-(`KVStore.own`), and to have whatever reads them wait for the rows (`wait_for`).
+MLX's own operations write in place only if no other reference to a buffer exists. A pass that is
+built while another one runs finds a reference, and copies: which layers are copied depends on the
+device's progress, and CUDA takes 5 to 17 ms to instantiate a new graph of launches
+(docs/lab/cuda-forward.md). Here nothing is copied. The caller must own the buffers (`KVStore.own`),
+and must make every reader wait for the rows (`wait_for`).
 """
 
 import functools
@@ -44,31 +44,31 @@ if (at == 0) done[0] = T(0.0f);
 
 
 class KVBuffers(NamedTuple):
-    """Where the rows of a pass belong in a layer."""
+    """The buffers and slots for the rows of a pass in a layer."""
 
     keys: mx.array
-    """[1, heads, slots, size], contiguous, as `values`."""
+    """[1, heads, slots, size], contiguous, like `values`."""
     values: mx.array
     slots: mx.array
-    """[rows] int32, different ones."""
+    """[rows] int32, distinct."""
 
 
 class InPlace:
     """Rows of a layer's cache in a trace that are written in place.
 
     Args:
-        keys: [1, heads, slots, size], as `values`.
+        keys: [1, heads, slots, size], like `values`.
         values: of the layer.
         slots: of the rows.
-        owned: whether the trace may write into the buffers where they are.
+        owned: True if the trace may write into the buffers in place.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, slots: mx.array, *, owned: bool) -> None:
         in_place = owned and writes_in_place(keys, values)
         self.into = KVBuffers(keys, values, slots) if in_place else None
-        """Where rows are written in place."""
+        """The target of in-place writes."""
         self.written: mx.array | None = None
-        """There when they are written."""
+        """Computed once the rows are written."""
         self.pending: mx.array | None = None
         """See `wait_for`."""
 
@@ -81,10 +81,10 @@ class InPlace:
 
 
 def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
-    """Return an array of each layer that is there once its rows are; empty if not in place.
+    """Return an array of each layer that is computed once its rows are written in place.
 
     Raises:
-        ValueError: they are in some of the layers.
+        ValueError: only some of the layers are written in place.
     """
     found = [layer.written for layer in layers if layer.written is not None]
     if len(found) not in {0, len(layers)}:
@@ -93,13 +93,13 @@ def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
 
 
 def writes_in_place(keys: mx.array, values: mx.array) -> bool:
-    """Return whether rows are written into buffers of this kind, [1, heads, slots, size]."""
+    """Return True if rows are written in place in such buffers, [1, heads, slots, size]."""
     fits = keys.dtype in _TYPES and keys.dtype == values.dtype and keys.shape == values.shape
     return fits and compute_unit() == "cuda" and _works(keys.dtype)
 
 
 def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
-    """Write [1, heads, rows, size]; returns [1], a zero that is there when they are."""
+    """Write [1, heads, rows, size]; returns [1], a zero that is computed once they are written."""
     arrays = {
         "new_k": keys,
         "new_v": values,
@@ -111,24 +111,24 @@ def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
 
 
 def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
-    """Copy the rows in these rising slots to those from `to` on; [1], there when that is done.
+    """Copy the rows in these rising slots to those from `to` on; returns [1], computed when done.
 
-    To be launched before anything else is built that uses the buffers.
+    It must be launched before anything else that uses the buffers is built.
     """
     inputs = {"all_k": keys, "all_v": values, "slots": slots}
-    # Two words: so much MLX keeps in the host's memory.
+    # Two words: MLX keeps an array this small in host memory.
     inputs["to"] = mx.array(np.array([to, 0], np.uint32))
     return _launch(_MOVE, inputs, 1, 2)
 
 
 def _launch(body: str, inputs: dict[str, mx.array], rows: int, sides: int) -> mx.array:
-    """[1] what this kernel gives when it is done.
+    """Launch this kernel; return its [1] completion output.
 
     Args:
         body: of the kernel.
         inputs: by name; `all_k` among them.
-        rows: of which each number has a thread.
-        sides: 2 if keys and values have threads of their own, else 1.
+        rows: number of rows, with one thread per element.
+        sides: 2 if keys and values have separate threads, else 1.
     """
     _, heads, _, size = inputs["all_k"].shape
     dtype, blocks = inputs["all_k"].dtype, -(-heads * rows * size // _THREADS)
@@ -145,20 +145,20 @@ def _launch(body: str, inputs: dict[str, mx.array], rows: int, sides: int) -> mx
 
 
 def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
-    """The queries, for an attention that begins when these rows are written."""
+    """Return the queries, for an attention that starts once these rows are written."""
     return queries if written is None else queries + written
 
 
 @functools.cache
 def _works(dtype: mx.Dtype) -> bool:
-    """Return whether rows come to be where they belong, and nothing else changes."""
+    """Return True if rows are written to their slots, and nothing else changes."""
     try:
         is_right = _try(dtype)
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("keys and values are not written in place: %s", error)
         return False
     if not is_right:
-        _log.warning("keys and values are not written in place: they were wrong in a trial")
+        _log.warning("keys and values are not written in place: the self-test failed")
     return is_right
 
 
@@ -169,7 +169,7 @@ def _try(dtype: mx.Dtype) -> bool:
     mx.eval(before, rows)
     keys, values = (_read(array) for array in before)
     keys[:, :, [9, 3, 12]], values[:, :, [9, 3, 12]] = (_read(row.swapaxes(1, 2)) for row in rows)
-    # Reading has moved them; the kernel gets memory of the device.
+    # Reading has moved them; the kernel needs device memory.
     into = [mx.maximum(array, array) for array in before]
     mx.eval(into)
     mx.eval(write(KVBuffers(into[0], into[1], slots), *(row.swapaxes(1, 2) for row in rows)))

@@ -1,4 +1,4 @@
-"""Memory of the host that the device reads and writes over the bus."""
+"""Host memory that the device reads and writes over the bus."""
 
 import ctypes
 import importlib
@@ -10,13 +10,15 @@ import numpy.typing as npt
 
 
 def allocate(count: int) -> npt.NDArray[np.uint8]:
-    """[count] bytes, zeros. Never given back: a pass may use them until the process ends.
+    """Allocate [count] bytes of zeros.
+
+    They are never freed: a pass may use them until the process ends.
 
     Raises:
-        OSError: there is no such memory here.
+        OSError: such memory is not available here.
     """
     if platform.machine() not in {"x86_64", "AMD64"}:
-        # Elsewhere stores may become visible in another order than that of the program.
+        # Other processors may make stores visible out of program order.
         raise OSError("the processor is no x86-64")
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
@@ -32,6 +34,6 @@ def allocate(count: int) -> npt.NDArray[np.uint8]:
 
 
 def address_of(memory: npt.NDArray[Any]) -> tuple[int, int]:
-    """The lower and the upper word of the address of its first byte."""
+    """Return the low and the high word of the address of its first byte."""
     address: int = memory.__array_interface__["data"][0]
     return address % 2**32, address >> 32

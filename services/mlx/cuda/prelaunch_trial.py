@@ -1,4 +1,4 @@
-"""Self-test of passes that are launched before their tokens are known: right, and sooner?"""
+"""Self-test of passes that are launched before their tokens are known."""
 
 import itertools
 import logging
@@ -28,21 +28,21 @@ _ROWS = 4
 _CHAIN = read_tree(list(range(5, 5 + _ROWS)), [])
 _TURNS = 24
 _SETTLED = 12
-"""Turns after which all memory has been taken and all graphs have been made."""
+"""Turns after which all memory has been allocated and all graphs have been built."""
 _AWAY_S = 0.001
-"""As long as the next tokens are on their way."""
+"""Time for the next tokens to arrive."""
 _WHAT = "passes launched before their tokens are known"
 
 
 def find_doorbell(
     model: Any, traced: TracedForward | None, new_store: Callable[[], KVStore]
 ) -> Doorbell | None:
-    """A doorbell, if passes that wait for one are right and faster here.
+    """Return a doorbell if passes that wait for one are correct and faster here.
 
     Args:
         model: called on tokens [1, n] and caches.
         traced: replays its passes, trees among them.
-        new_store: an empty store for a sequence of this model.
+        new_store: creates an empty store for a sequence of this model.
     """
     bell = open_doorbell() if traced is not None else None
     if bell is None or traced is None:
@@ -50,7 +50,7 @@ def find_doorbell(
     trial = _Trial(model, traced, new_store, bell)
     try:
         used = trial.run()
-    # What a device or a driver makes of it is found out here, and not in an answer.
+    # Faults of a device or a driver must show here, and not in an answer.
     except Exception as error:  # noqa: BLE001
         _log.warning("%s: %s: not used", _WHAT, error)
         return None
@@ -58,7 +58,7 @@ def find_doorbell(
 
 
 class _Trial:
-    """Chains behind one another, asked for or rung for."""
+    """Consecutive chains, requested normally or prelaunched."""
 
     def __init__(
         self, model: Any, traced: TracedForward, new_store: Callable[[], KVStore], bell: Doorbell
@@ -68,7 +68,7 @@ class _Trial:
         self._missed = 0
 
     def run(self) -> bool:
-        """Return whether they are used."""
+        """Return True if prelaunched passes are to be used."""
         asked_s = [self._ask()[0] for _ in range(_TURNS)]
         _, expected = self._ask()
         rung_s, found = self._ring_in_turn()
@@ -84,9 +84,9 @@ class _Trial:
         return True
 
     def _make_graphs(self) -> None:
-        """Run a pass of each shape that is traced at load, twice: the first one's buffers grow.
+        """Run a pass of each shape that is traced at load, twice: the first one grows its buffers.
 
-        CUDA makes no graph while another pass waits on the device.
+        CUDA builds no graph while another pass waits on the device.
         """
         store = self._stores[1]
         for slots, rows in itertools.product(TRACED_SLOTS, self._traced.tree_rows):
@@ -101,19 +101,21 @@ class _Trial:
                 self._bell.report(mx.argmax(pass_.logits, axis=-1).astype(mx.int32))()
 
     def _ask(self) -> tuple[float, mx.array]:
-        """Seconds of a pass, and its logits; the store is as before."""
+        """Return the seconds of a pass, and its logits; the store is restored."""
         store = self._stores[0]
         began = time.perf_counter()
         store.chain(_ROWS)
         logits = self._traced(mx.array([_CHAIN.tokens]), store)[0]
-        launch_in_pieces(store.milestones)  # as a pass is where it is one graph
+        launch_in_pieces(store.milestones)  # as for a pass that is one graph
         mx.argmax(logits, axis=-1).tolist()
         took_s = time.perf_counter() - began
         store.trim(_PROMPT)
         return took_s, logits
 
     def _ring_in_turn(self) -> tuple[list[float], mx.array]:
-        """Seconds from ringing to the choices, while the next pass is launched; last logits."""
+        """Return the seconds from ringing to the tokens, while the next pass launches; last
+        logits.
+        """
         store, times = self._stores[1], list[float]()
         store.chain(_ROWS)
         now, logits = self._launch(), mx.array(0)

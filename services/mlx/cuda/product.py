@@ -1,13 +1,13 @@
 """The product of a few rows with weights in half precision, on CUDA.
 
-A product of several rows goes through cuBLASLt, which costs the host 30 microseconds, and one
-of a single row through a kernel of MLX's, which costs it 3: for small models a verification of
-four tokens takes half as much again as a token (docs/lab/cuda-forward.md). Here one kernel serves
-one row and many: each weight is read once, and tensor cores multiply it with eight rows at a time,
-whether these are there or not. So a row has the same bits in any company.
+A product of several rows goes through cuBLASLt, which costs the host 30 microseconds, and one of a
+single row through a kernel of MLX's, which costs it 3: for small models a verification of four
+tokens takes 1.5 times as long as a token (docs/lab/cuda-forward.md). Here one kernel serves one row
+and many: each weight is read once, and tensor cores multiply it with eight rows at a time, used or
+not. So a row has the same bits in any batch.
 
-A call from Python costs more than it saves, since MLX builds the kernel's source anew for it;
-a replay of a trace (`services.mlx.tracing.traced_forward`) does not.
+A call from Python costs more than it saves, since MLX builds the kernel's source anew for it; a
+replay of a trace (`services.mlx.tracing.traced_forward`) does not.
 """
 
 import mlx.core as mx
@@ -24,8 +24,9 @@ _GROUP = 16
 _RUN = 8
 """Inputs that a lane reads at once."""
 _NARROW, _BROAD = (1, 8), (2, 4)
-"""Groups of outputs, and warps, of a block: many small blocks for a tile of rows; else fewer, so
-that what was read of a row serves more outputs. A gated block has two groups in any case."""
+"""Groups of outputs, and warps, of a block: many small blocks for one tile of rows, otherwise
+fewer, so that each row that is read serves more outputs. A gated block always has two groups.
+"""
 
 _BODY = """
 multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
@@ -35,12 +36,14 @@ multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
 
 
 def takes(x: mx.array, weight: mx.array) -> bool:
-    """Return whether the kernel multiplies arrays of this kind."""
+    """Return True if the kernel multiplies arrays of this kind."""
     return x.dtype == weight.dtype and weight.dtype in TYPES and weight.shape[1] % _RUN == 0
 
 
 def multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """[..., rows, outputs] of [..., rows, inputs] and [outputs, inputs] that `takes` accepts."""
+    """Multiply [..., rows, inputs] by [outputs, inputs] that `takes` accepts: [..., rows,
+    outputs].
+    """
     return _launch(x, weight)
 
 
@@ -50,7 +53,7 @@ def multiply_add(x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
 
 
 def multiply_gated(x: mx.array, weight: mx.array) -> mx.array:
-    """silu(gate) * up, [..., rows, outputs], of weights [gate outputs and up outputs, inputs]."""
+    """Compute silu(gate) * up, [..., rows, outputs], with weights [gate and up outputs, inputs]."""
     return _launch(x, weight, gated=True)
 
 

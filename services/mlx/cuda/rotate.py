@@ -1,7 +1,7 @@
-"""Queries, keys and values of a few rows, taken apart, normed and rotated in one launch on CUDA.
+"""Queries, keys and values of a few rows, split, normed and rotated in one launch on CUDA.
 
-From Python this is a dozen operations for each layer, three to five of them launches; a pass of a
-small model is made of little else (docs/lab/cuda-forward.md). One warp serves one head of one row.
+From Python this is a dozen operations per layer, three to five of them launches, and dominates a
+pass of a small model (docs/lab/cuda-forward.md). One warp serves one head of one row.
 """
 
 import re
@@ -13,7 +13,7 @@ from services.mlx.cuda.kernel import LANES, build
 from services.mlx.cuda.kv_rows import KVBuffers
 
 SIZES = (64, 80, 96, 128, 256)
-"""Of a head."""
+"""Supported head sizes."""
 _WARPS = 4
 
 _BODY = """
@@ -41,7 +41,7 @@ _IN_PLACE = {
     "VALUES": "const_cast<T*>(all_v)",
     "PLACE": "all_k_shape[2] + slots[row]",
 }
-"""Where keys and values go."""
+"""Destinations of keys and values."""
 
 
 class HeadNorm(NamedTuple):
@@ -58,22 +58,24 @@ class Heads(NamedTuple):
     heads: int
     kv_heads: int
     size: int
-    """Of a head."""
+    """Dimension of a head."""
     rotated: int
-    """Numbers of a head that are rotated, the first ones."""
+    """Leading elements of a head that are rotated."""
     speeds: mx.array
-    """[rotated / 2] float32, radians a position."""
+    """[rotated / 2] float32, radians per position."""
     norm: HeadNorm | None
-    """Of queries and keys, if they have one."""
+    """Norm of queries and keys, if any."""
 
 
 def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values, each [1, its heads, rows, size], of [1, rows, all heads * size].
+    """Split [1, rows, all heads * size] into rotated queries and keys, and values.
+
+    Each is [1, its heads, rows, size].
 
     Args:
-        x: queries, keys and values of each row side by side, in half precision.
+        x: queries, keys and values of each row next to each other, in half precision.
         positions: [rows] int32.
-        layer: what they are.
+        layer: their shapes.
     """
     outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}
     shapes = {name: (1, count, x.shape[1], layer.size) for name, count in outputs.items()}
@@ -82,9 +84,9 @@ def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx
 
 
 def rotate_into(x: mx.array, positions: mx.array, layer: Heads, into: KVBuffers) -> mx.array:
-    """Queries, as `rotate` gives them; keys and values go where they belong in these buffers.
+    """Return queries as from `rotate`, and write keys and values into their slots of the buffers.
 
-    They are there when the queries are (see `kv_rows`).
+    They are written once the queries are computed (see `kv_rows`).
     """
     inputs = {"x": x, "positions": positions}
     inputs |= {"all_k": into.keys, "all_v": into.values, "slots": into.slots}
@@ -99,11 +101,11 @@ def _launch(
     places: dict[str, str],
     shapes: dict[str, tuple[int, int, int, int]],
 ) -> list[mx.array]:
-    """Run the kernel on x, one of the inputs; outputs of these shapes."""
+    """Run the kernel on x, one of the inputs; the outputs have these shapes."""
     x = inputs["x"]
     rows, heads = x.shape[1], layer.heads + 2 * layer.kv_heads
     inputs = {**inputs, "speeds": layer.speeds}
-    # A part of the kernel: MLX keeps a number by itself where the device waits to read it.
+    # A constant of the kernel: MLX keeps a single number where the device waits to read it.
     eps = 0.0 if layer.norm is None else float(layer.norm.eps)
     words = {"GAINS": "nullptr" if layer.norm is None else "gains", "EPS": f"{eps!r}f", **places}
     body = re.sub("|".join(map(r"\b{}\b".format, words)), lambda word: words[word[0]], _BODY)

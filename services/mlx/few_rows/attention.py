@@ -1,8 +1,8 @@
-"""Attention on MLX's CPU backend by a kernel of our own (`cpu/attention.c`).
+"""Attention on MLX's CPU backend by our own kernel (`cpu/attention.c`).
 
-MLX's own spends most of its time in the softmax, about forty nanoseconds an element: for a
-verification of four tokens behind a thousand others that is more than half of the pass. The
-kernel runs outside MLX's graph, so its inputs are computed first.
+MLX's spends most of its time in the softmax, about forty nanoseconds per element: for a
+verification of four tokens after a thousand others that is more than half of the pass. The kernel
+runs outside MLX's graph, so its inputs are evaluated first.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.float32]
 
 _WIDEST = 256
 _LANES = 8
-"""Floats of a vector register; a head's size is a multiple of it."""
+"""Floats of a vector register; head sizes must be multiples of it."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -43,13 +43,13 @@ class AttentionCall(ctypes.Structure):
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """[1, heads, n, size] attention, or None where MLX must compute it.
+    """Compute [1, heads, n, size] attention, or return None where MLX must compute it.
 
     Args:
         queries: [1, heads, n, size].
         keys: [1, kv heads, slots, size], as values.
         scale: factor of the products.
-        mask: which slots each query sees: bool [n, slots], "causal", or None for all.
+        mask: the slots each query attends to: bool [n, slots], "causal", or None for all.
     """
     if cpu_kernels() is None or not _is_served(queries, keys, values, mask):
         return None
@@ -69,7 +69,7 @@ def _attend(  # noqa: PLR0917  # `attend`'s arguments, and where the answer goes
     mask: mx.array | str | None,
     out: Rows,
 ) -> bool:
-    """Whether out [n, heads, size] now has what `attend` gives for evaluated arrays."""
+    """Compute `attend` for evaluated arrays into [n, heads, size]; False if unsupported."""
     kernels = cpu_kernels()
     if kernels is None or not _is_served(queries, keys, values, mask):
         return False

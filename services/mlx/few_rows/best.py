@@ -1,4 +1,4 @@
-"""The best few of each row of logits on the CPU, by `cpu/best.c`."""
+"""The top few of each row of logits on the CPU, by `cpu/best.c`."""
 
 import ctypes
 from typing import Any, NamedTuple
@@ -9,22 +9,22 @@ import numpy.typing as npt
 from services.mlx.blas import cpu_kernels
 
 _MOST = 256
-"""Wanted of a row; more are rarely asked for, and sorting all of them is faster then."""
+"""Largest supported width; larger ones are rare, and sorting is faster for them."""
 
 
 class BestOfRows(NamedTuple):
-    """What is known of [rows, head] logits."""
+    """The result for [rows, head] logits."""
 
     columns: npt.NDArray[np.int32]
-    """[rows, width], in falling order of logit; of equals the first."""
+    """[rows, width], in descending order of logit; ties in column order."""
     values: npt.NDArray[np.float32]
     """[rows, width], their logits."""
     totals: npt.NDArray[np.float32]
-    """[rows] log-sum-exp of the whole row; NaN where a logit is."""
+    """[rows] log-sum-exp of the whole row; NaN if any logit is NaN."""
 
 
 def find_best(rows: npt.NDArray[np.float32], width: int) -> BestOfRows | None:
-    """The `width` best of each row; None without our kernels, or if they do not take these."""
+    """Return the `width` best of each row; None without our kernels, or if unsupported."""
     kernels: Any = cpu_kernels()
     count, head = rows.shape
     if kernels is None or not 0 < width <= min(_MOST, head):

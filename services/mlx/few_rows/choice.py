@@ -25,12 +25,12 @@ class _Rule(ctypes.Structure):
 def choose_tokens(
     logits: npt.NDArray[np.float32], positions: Sequence[int], sampling: Sampling
 ) -> npt.NDArray[np.int32] | None:
-    """One token per row, as `sampling.device.begin` has it; None without our kernels.
+    """Choose one token per row, like `sampling.device.begin`; None without our kernels.
 
     Args:
         logits: [rows, vocabulary].
         positions: [rows] the absolute position that each chosen token will have; greedy sampling
-            does not look at them.
+            ignores them.
     """
     kernels: Any = cpu_kernels()
     rows, count = logits.shape

@@ -1,1 +1,1 @@
-"""Kernels of our own for the few rows of a verification on Apple's GPUs."""
+"""Our Metal kernels for the few rows of a verification."""

@@ -1,9 +1,9 @@
-"""Attention of a few queries against many keys, on Metal, in one read of the keys.
+"""Attention of a few queries to many keys, on Metal, in one read of the keys.
 
-MLX's kernel for a few queries reads the keys once for each of them. Here eight rows (queries
-of the heads that share keys) go through together (`attention.metal`). Chunks of the keys have
-threadgroups of their own, and a second kernel merges them. What a row's sums are does not
-depend on what other rows there are, nor on keys that it does not see.
+MLX's kernel for a few queries reads the keys once for each of them. Here eight rows (queries of the
+heads that share keys) are computed together (`attention.metal`). Each chunk of the keys has its own
+threadgroups, and a second kernel merges them. A row's sums depend neither on the other rows, nor on
+keys that it does not attend to.
 """
 
 import functools
@@ -13,14 +13,14 @@ import mlx.core as mx
 from services.mlx.metal.kernel import LANES, build, launch
 
 SIZES = (64, 96, 128)
-"""Head sizes: of larger ones the registers would not hold queries and values."""
+"""Head sizes: with larger ones queries and values would not fit into registers."""
 TYPES = (mx.float16, mx.bfloat16)
 MOST_QUERIES = 16
 
 _CHUNK = 256
 """Keys of one threadgroup."""
 _SPLIT = 4
-"""Simdgroups that share them."""
+"""Simdgroups that share a chunk."""
 _TILE = 8
 
 _BODY = """
@@ -66,7 +66,7 @@ _ALL, _CAUSAL, _MASKED = range(3)
 
 
 def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Return whether this is a call that the kernel serves; see `attend`."""
+    """Return True if the kernel supports this call; see `attend`."""
     batch, heads, count, size = queries.shape
     slots = keys.shape[2]
     if isinstance(mask, mx.array):
@@ -90,13 +90,13 @@ def takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | 
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """[1, heads, n, size] attention; what `takes` takes.
+    """Compute [1, heads, n, size] attention for a call that `takes` accepts.
 
     Args:
         queries: [1, heads, n, size].
         keys: [1, kv heads, slots, size], as values; the last axis of both is contiguous.
         scale: factor of the products.
-        mask: which slots each query sees: bool [n, slots], "causal", or None for all.
+        mask: the slots each query attends to: bool [n, slots], "causal", or None for all.
     """
     _, heads, count, size = queries.shape
     chunks = -(-keys.shape[2] // _CHUNK)
@@ -128,7 +128,7 @@ def _run(  # noqa: PLR0917
     scale: float,
     mask: mx.array | str | None,
 ) -> list[mx.array]:
-    """The kernel over all chunks of the keys, with one end of its body or the other."""
+    """Run the kernel over all chunks of the keys, with one ending of its body or the other."""
     queries, keys, _ = arrays
     _, heads, count, size = queries.shape
     kv_heads, slots = keys.shape[1:3]
@@ -157,5 +157,5 @@ def _on_device(scale: float) -> mx.array:
 
 @functools.cache
 def _no_mask() -> mx.array:
-    # Not `mx.zeros`, which would be a part of whatever trace comes first.
+    # Not `mx.zeros`, which would become part of the first trace.
     return mx.array([[False] * _TILE] * _TILE)

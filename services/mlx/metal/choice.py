@@ -1,7 +1,7 @@
-"""Which kernels of ours a process uses on Metal: what was tried, and the model's layers with them.
+"""The Metal kernels that a process uses: test results, and layers that call them.
 
-Off until `use_kernels` is called, and for good where there is no Metal. Attention is tried when
-a model first needs it, since only then its shape is known.
+Off until `use_kernels` is called, and always where there is no Metal. Attention is tested when a
+model first needs it, since its shape is unknown before.
 """
 
 import logging
@@ -23,9 +23,11 @@ from services.mlx.metal.product import Quantised
 _log = logging.getLogger(__name__)
 
 _FIRST_WITH_ACCELERATORS = 5
-"""Of the M chips: their GPUs multiply matrices in units that MLX uses and these kernels do not."""
+"""First generation of M chips whose GPUs have matrix units, which MLX uses and these kernels do
+not.
+"""
 _LAYERS = 4
-"""Of a shape, whose weights are read in turn when it is timed."""
+"""Layers per shape, whose weights are read in turn when timed."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class _Served:
 
 
 class FewRowsLinear(nn.QuantizedLinear):
-    """A quantised layer whose few rows go through our kernel."""
+    """A quantised layer whose few rows use our kernel."""
 
     served: _Served
 
@@ -67,7 +69,7 @@ class FewRowsLinear(nn.QuantizedLinear):
 
 
 class FewRowsEmbedding(nn.QuantizedEmbedding):
-    """A tied embedding whose few rows of logits go through our kernel."""
+    """A tied embedding whose logits of few rows use our kernel."""
 
     served: _Served
 
@@ -83,9 +85,9 @@ _LAYERS_OF_OURS = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: Few
 
 
 def use_kernels(model: Any, mode: MetalKernels) -> None:
-    """Let a model on Metal use the kernels that are right here and faster, or all that are right.
+    """Use the kernels in a model on Metal that are correct and faster, or all that are correct.
 
-    Takes the place of what an earlier call chose. Elsewhere than on Metal it does nothing.
+    Replaces the choice of an earlier call. Does nothing on other devices.
     """
     stop_using(model)
     if compute_unit() != "metal" or mode == "off":
@@ -119,7 +121,7 @@ def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
 
 
 def stop_using(model: Any) -> None:
-    """Compute by MLX alone from now on."""
+    """Compute only by MLX from now on."""
     back = {ours: theirs for theirs, ours in _LAYERS_OF_OURS.items()}
     for _, layer in model.named_modules():
         if type(layer) in back:
@@ -131,7 +133,7 @@ def stop_using(model: Any) -> None:
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """[1, heads, n, size] attention, or None where MLX's own kernels serve better.
+    """Compute [1, heads, n, size] attention, or return None where MLX's own kernels are better.
 
     See `attention.attend` for the arguments.
     """
@@ -143,7 +145,7 @@ def attend(
 
 
 def try_attention(shape: AttentionKind) -> int:
-    """From how many queries on our kernel attends in this shape; 0: never."""
+    """Return the fewest queries for which our kernel attends in this shape; 0 means never."""
     tried = _in_use.attention
     if tried is None or shape.size not in attention.SIZES or shape.dtype not in attention.TYPES:
         return 0
@@ -153,17 +155,17 @@ def try_attention(shape: AttentionKind) -> int:
 
 
 def report() -> KernelReport:
-    """Report what has been tried so far."""
+    """Report the test results so far."""
     attentions = list((_in_use.attention or {}).values())
     return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
 
 
 def has_accelerators() -> bool:
-    """Return whether this GPU has units for matrices, as those of M5 chips."""
+    """Return True if this GPU has matrix units, like those of M5 chips."""
     found = re.search(r"\bM(\d+)", _device_name())
     return found is not None and int(found[1]) >= _FIRST_WITH_ACCELERATORS
 
 
 def _device_name() -> str:
-    module: Any = mx  # it has no types
+    module: Any = mx  # it lacks type hints
     return str(module.device_info().get("device_name", ""))

@@ -15,15 +15,15 @@ LANES = 32
 
 @functools.cache
 def build(text: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    """A kernel of this file's functions; inputs and outputs have their names in the body.
+    """Build a kernel from this file's functions; inputs and outputs have their names in the body.
 
-    It compiles when it is first evaluated. Inputs with strides in the body are taken as they
-    lie; others are made contiguous.
+    It compiles when it is first evaluated. Inputs whose strides the body uses are passed as they
+    are; others are made contiguous.
     """
     folder = Path(__file__).parent
     header = "\n".join((folder / name).read_text("utf-8") for name in ("common.metal", text))
-    header = re.sub(r" *//.*", "", header)  # MLX goes through it in every call
-    # MLX keeps compiled kernels by their name, some versions of it across runs.
+    header = re.sub(r" *//.*", "", header)  # MLX scans it in every call
+    # MLX caches compiled kernels by name, in some versions even across runs.
     digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
     make: Any = mx.fast.metal_kernel
     return make(
@@ -51,7 +51,7 @@ def launch(
         kernel: from `build`.
         inputs: in the order of their names.
         template: values of the body's parameters.
-        groups: how many threadgroups along each axis.
+        groups: number of threadgroups along each axis.
         threads: of each threadgroup.
         outputs: shape and type of each.
     """

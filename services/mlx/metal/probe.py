@@ -1,4 +1,4 @@
-"""Self-test of a kernel when a model is loaded: is it right, and faster than MLX's own?"""
+"""Self-test of a kernel when a model is loaded: is it correct, and faster than MLX's own?"""
 
 import logging
 import time
@@ -18,22 +18,25 @@ TIMED_ROWS = (1, 2, 4, 8, 16)
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 _TRIALS = 5
-"""Of which the fastest counts."""
+"""Repetitions, of which the fastest counts."""
 _CALLS = 8
-"""At once, so that what a launch costs counts as it does in a pass."""
+"""Calls at once, so that launches cost as much as in a pass."""
 _WORTHWHILE = 0.95
-"""Share of MLX's time that the rows it serves may take at most, on average."""
+"""Share of MLX's time that the kernel may take on average for the rows it serves."""
 _FEWEST = 1.05
-"""The same for the fewest of them. If that is one row, this is what bits equal to a
-verification's may cost plain decoding."""
+"""The same for the fewest of them.
+
+If that is one row, it is the slowdown of plain decoding that bits equal to a verification's may
+cost.
+"""
 _SLOTS = (256, 4096)
-"""Keys behind which attention is timed."""
+"""Numbers of keys for which attention is timed."""
 
 Calls = Callable[[], list[mx.array]]
 
 
 class AttentionKind(NamedTuple):
-    """Properties of a model's attention that decide how fast it is."""
+    """Properties of a model's attention that determine its speed."""
 
     heads: int
     kv_heads: int
@@ -44,15 +47,15 @@ class AttentionKind(NamedTuple):
 class _Comparison(NamedTuple):
     distance: float
     same_bits: bool
-    """Whether a row's bits are the same in any company."""
+    """True if a row's bits are the same in any batch."""
 
 
 def probe_product(layers: Sequence[Quantised], *, always: bool) -> KernelProbe:
-    """Try the product of layers of one shape.
+    """Test the product of layers of one shape.
 
     Args:
         layers: several, so that their weights do not stay in a cache.
-        always: whether it is used wherever it is right.
+        always: True to use it wherever it is correct.
     """
     outputs, groups = layers[0].scales.shape
     bits, size = layers[0].bits, layers[0].group_size
@@ -90,7 +93,7 @@ def _compare_product(weights: Quantised) -> _Comparison:
 
 
 def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
-    """Try attention of this shape."""
+    """Test attention of this shape."""
     heads, kv_heads, size, dtype = shape
     words = f"{heads} heads of {size} over {kv_heads}, {_type(dtype)}"
 
@@ -109,7 +112,9 @@ def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
 def _attention_inputs(
     shape: AttentionKind, rows: int, slots: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Make inputs as a model's: heads side by side, and the first slots of larger buffers."""
+    """Return inputs laid out like a model's: adjacent heads, and the first slots of larger
+    buffers.
+    """
     heads, kv_heads, size, dtype = shape
     queries = _normal((1, rows, heads, size), dtype).swapaxes(1, 2)
     keys, values = (
@@ -126,7 +131,9 @@ def _attend_by_mlx(
 
 
 def _compare_attention(shape: AttentionKind) -> _Comparison:
-    """Chains and trees in one chunk of keys and in several; then a chain's rows one by one."""
+    """Compare chains and trees in one chunk of keys and in several; then a chain's rows one by
+    one.
+    """
     count, distances = 7, []
     for slots in (70, 600):
         q, k, v = _attention_inputs(shape, count, slots)
@@ -177,7 +184,7 @@ def _judge(
 
 
 def choose_rows(own: dict[int, float], mlx: dict[int, float]) -> tuple[int, str]:
-    """From how many rows on the kernel is used, given both times by rows; and why not from one."""
+    """Return the fewest rows for which the kernel is used, given both times by rows, and why."""
     shares = {rows: own[rows] / mlx[rows] for rows in sorted(own)}
     for least, share in shares.items():
         served = [one for rows, one in shares.items() if rows >= least]
@@ -200,7 +207,7 @@ def _report(probe: KernelProbe) -> KernelProbe:
 
 
 def _time(calls: Calls) -> float:
-    """Milliseconds of one of these calls."""
+    """Return the milliseconds of one of these calls."""
     mx.eval(calls())
     seconds = []
     for _ in range(_TRIALS):

@@ -1,9 +1,9 @@
 """The product of 1 to 16 rows with quantised weights, on Metal.
 
-MLX multiplies a few rows one by one: on an M4 Pro eight rows of a 4-bit product cost 2.7 times
-one. Here each weight is unpacked once for all rows (`product.metal`), and every row is summed
-in the same order whatever their number, so that a token has the same bits in plain decoding
-and in a verification.
+MLX multiplies a few rows one by one: on an M4 Pro eight rows of a 4-bit product cost 2.7 times one.
+Here each weight is unpacked once for all rows (`product.metal`), and every row is summed in the
+same order for any number of rows, so that a token has the same bits in plain decoding and in a
+verification.
 """
 
 from typing import Any, NamedTuple
@@ -37,14 +37,14 @@ class Quantised(NamedTuple):
     weight: mx.array
     """[outputs, inputs * bits / 32] uint32."""
     scales: mx.array
-    """[outputs, inputs / group size], as biases."""
+    """[outputs, inputs / group size], like biases."""
     biases: mx.array
     group_size: int
     bits: int
 
 
 def weights_of(layer: Any) -> Quantised | None:
-    """The weights of a quantised layer of MLX, if they are of a kind that the kernel takes."""
+    """Return the weights of a quantised MLX layer, if the kernel supports them."""
     if getattr(layer, "mode", "affine") != "affine" or "biases" not in layer:
         return None
     own = Quantised(
@@ -63,16 +63,16 @@ def weights_of(layer: Any) -> Quantised | None:
 
 
 def takes(x: mx.array, weights: Quantised) -> bool:
-    """Return whether these are few rows of the weights' own type."""
+    """Return True if these are few rows of the weights' own type."""
     return 0 < x.size <= MOST_ROWS * x.shape[-1] and x.dtype == weights.scales.dtype
 
 
 def multiply(x: mx.array, weights: Quantised) -> mx.array:
-    """[..., rows, outputs] of [..., rows, inputs]; what `takes` takes."""
+    """Multiply [..., rows, inputs], which `takes` accepts: [..., rows, outputs]."""
     outputs, groups = weights.scales.shape
     inputs = groups * weights.group_size
     rows = x.size // inputs
-    # Of the shape of the weights alone: the order of a sum depends on it.
+    # It depends only on the weights' shape, since the order of a sum depends on it.
     split = 8 if groups >= _MANY_GROUPS else 4
     blocks = 4 if outputs >= _MANY_OUTPUTS else 2
     names = ("x", "w", "scales", "biases")

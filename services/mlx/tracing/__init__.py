@@ -1,1 +1,1 @@
-"""Passes of fixed shapes, recorded once and replayed, which leaves the host less to do."""
+"""Passes of fixed shapes, traced once and replayed, which costs the host less."""

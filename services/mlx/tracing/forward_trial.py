@@ -1,4 +1,4 @@
-"""Which passes of a model are replayed on the device at hand: tried out when it is loaded."""
+"""Choose by timing at load which passes of a model are replayed on this device."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -23,45 +23,47 @@ _log = logging.getLogger(__name__)
 
 _TRIAL_PROMPT = 24
 _LONGER_PROMPT = 200
-"""Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
-what they take in most answers."""
+"""Prompt length at which both a token's own kernels, for the exact length, and a trace's, over
+whole buffers, take as long as in most answers.
+"""
 _TRIAL_ROWS = 4
 _TRIAL_AHEAD = 24
-"""Tokens that begin ahead: so many that it does not count how soon the first one begins."""
+"""Tokens that begin ahead: enough that the start of the first one does not count."""
 _SHARE_AHEAD = 1.05
-"""Of the own forward's time: where both take the GPU the same, a replay leaves the host the time
-that choosing a token takes, and whatever else comes in between."""
+"""Share of the own forward's time: where the GPU takes equally long, a replay still frees host
+time for token selection and other work in between.
+"""
 _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
 
 Forward = Callable[[mx.array, KVStore], mx.array]
 Place = Callable[[KVStore], None]
-"""Sets the frame of what comes next."""
+"""Sets the frame of the next pass."""
 
 
 def place_chain(store: KVStore) -> None:
-    """The chain of the trials."""
+    """Set the frame to the test's chain."""
     store.chain(_TRIAL_ROWS)
 
 
 def place_single(store: KVStore) -> None:
-    """The single token of the trials."""
+    """Set the frame to the test's single token."""
     store.chain(1)
 
 
 def place_tree(store: KVStore) -> None:
-    """The tree of the trials."""
+    """Set the frame to the test's tree."""
     store.append_tree(_TRIAL_TREE)
 
 
 def trace_if_faster(
     model: Any, new_store: Callable[[], KVStore], *, takes_trees: bool = False
 ) -> TracedForward | None:
-    """A traced forward for this model, or None where it is wrong or not faster here.
+    """Return a traced forward for this model, or None where it is wrong or not faster here.
 
     Args:
-        model: see `TracedForward`.
-        new_store: an empty store for a sequence of this model.
-        takes_trees: whether trees are verified, and so worth traces of their own.
+        model: as for `TracedForward`.
+        new_store: creates an empty store for a sequence of this model.
+        takes_trees: True if trees are verified, and so need their own traces.
     """
     traced = TracedForward(model)
     if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
@@ -81,7 +83,7 @@ def trace_if_faster(
 
 
 def drop_slow(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes of these, with the time of a pass of each, for which no larger one is faster."""
+    """Return the sizes, with the seconds of a pass, for which no larger one is faster."""
     return tuple(
         rows
         for rows, own_s in seconds.items()
@@ -92,14 +94,14 @@ def drop_slow(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def _time_trees(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
 ) -> dict[int, float]:
-    """Seconds of replays by their rows."""
+    """Return the seconds of replays by their rows."""
 
     def place(rows: int, store: KVStore) -> None:
         store.append_tree(read_tree(list(range(rows)), [0] * (rows - 1)))
 
     def run(tokens: mx.array, store: KVStore) -> mx.array:
         logits = traced(tokens, store)
-        launch_in_pieces(store.milestones)  # as such passes are in an answer
+        launch_in_pieces(store.milestones)  # as for such passes in an answer
         return logits
 
     store = prefill(model, new_store, _TRIAL_PROMPT)
@@ -111,7 +113,7 @@ def _time_trees(
 
 
 def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
-    """Return whether replays of single tokens that begin ahead of the last one are faster."""
+    """Return True if replays of single tokens that begin ahead of the last one are faster."""
 
     def begin(forward: Forward, store: KVStore) -> mx.array:
         token = mx.array([5])
@@ -138,7 +140,7 @@ def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
 def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
 ) -> bool:
-    """Return whether replays of what `place` sets are right, and faster than the own forward."""
+    """Return True if replays of the frame from `place` are correct, and faster than the forward."""
     own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
     if not traced.can_trace(other):
@@ -151,7 +153,7 @@ def _is_worth_it(
 
 
 def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
-    """The logits of what `place` sets; each time one token further in the text."""
+    """Return the logits of the frame from `place`, each time one token further in the text."""
     length = store.length
     place(store)
     first = length % 5 + 5

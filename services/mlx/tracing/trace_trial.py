@@ -1,4 +1,4 @@
-"""Self-test of a trace of a model's forward: is it right, and faster than the forward?"""
+"""Self-test of a trace of a model's forward: is it correct, and faster than the forward?"""
 
 import logging
 import time
@@ -14,16 +14,16 @@ _log = logging.getLogger(__name__)
 _TOLERANCE = 0.02
 """Relative difference of the logits; half precision rounds coarsely."""
 _TURNS = 8
-"""Timed rounds of ways that take turns."""
+"""Timed rounds of alternatives run in turn."""
 _WORTHWHILE = 0.97
-"""Share of the other way's time that a way of ours may take."""
+"""Share of the other time that an alternative of ours may take."""
 
 Pass = Callable[[], mx.array]
-"""Begins a pass over the same tokens each time; its logits, lazy."""
+"""Starts a pass over the same tokens each time; returns its logits, lazy."""
 
 
 def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStore:
-    """A sequence of so many tokens, for trials."""
+    """Return a sequence of `length` tokens, for tests."""
     store = new_store()
     store.chain(length)
     mx.eval(model(mx.arange(1, 1 + length)[None], cache=store.caches))
@@ -31,16 +31,16 @@ def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStor
 
 
 def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
-    """Return whether replays have the model's own logits, in less time.
+    """Return True if replays have the model's own logits, in less time.
 
     Args:
-        what: is computed, for the log.
+        what: the computation, for the log.
         own: the model's own forward.
         replayed: by a trace, which its first call makes.
     """
     try:
         distances = [_compare(own, replayed) for _ in range(2)]
-    # Whatever a model does that cannot be traced: control flow on values, caches of its own.
+    # Models can fail to be traced in any way: control flow on values, their own caches.
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
         return False
@@ -50,21 +50,21 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
 
 def _compare(own: Pass, replayed: Pass) -> float:
     expected = own()
-    # Evaluated first: kernels that are tried out before their first use cannot be so in the
-    # middle of a trace.
+    # Evaluated first: kernels that are tested before their first use cannot be tested inside a
+    # trace.
     mx.eval(expected)
     return measure_distance(expected, replayed())
 
 
 def measure_distance(expected: mx.array, found: mx.array) -> float:
-    """Relative difference of what was found; arrays of one shape."""
+    """Return the relative difference of arrays of one shape."""
     expected, found = expected.astype(mx.float32), found.astype(mx.float32)
     relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item()
     return float(relative)
 
 
 def is_close(what: str, relative: float) -> bool:
-    """Return whether logits that are so far from the model's own will do."""
+    """Return True if logits at this distance from the model's own are acceptable."""
     if not relative < _TOLERANCE:
         _log.warning("%s: logits are %.2g from the model's own: not used", what, relative)
         return False
@@ -72,13 +72,13 @@ def is_close(what: str, relative: float) -> bool:
 
 
 def is_faster(what: str, own_s: float, other_s: float, share: float | None = None) -> bool:
-    """Return whether another way to compute pays.
+    """Return True if another way to compute pays.
 
     Args:
-        what: is computed so, for the log.
+        what: the computation, for the log.
         own_s: seconds of the usual way.
-        other_s: of this one.
-        share: of the usual way's time that it may take; as `pays` if not given.
+        other_s: seconds of this one.
+        share: of the usual way's time that it may take; as in `pays` if not given.
     """
     used = pays(other_s, own_s) if share is None else other_s < share * own_s
     decided = "used" if used else "not used"
@@ -87,7 +87,7 @@ def is_faster(what: str, own_s: float, other_s: float, share: float | None = Non
 
 
 def pays(ours: float, theirs: float) -> bool:
-    """Return whether what takes one time is worth having in the place of what takes the other."""
+    """Return True if our time is short enough to replace theirs."""
     return ours < _WORTHWHILE * theirs
 
 
@@ -98,6 +98,6 @@ def _time(run: Callable[[], Any]) -> float:
 
 
 def time_in_turn(runs: Sequence[Callable[[], Any]]) -> list[float]:
-    """Seconds of the fastest pass of each, which take turns; the first ones do not count."""
+    """Return the seconds of the fastest pass of each, run in turn; the first ones do not count."""
     times = [[_time(run) for run in runs] for _ in range(_TURNS + 1)]
     return [min(own) for own in zip(*times[1:], strict=True)]

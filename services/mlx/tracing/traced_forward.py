@@ -1,14 +1,14 @@
 """The model's forward over a few tokens of one sequence, traced once for each shape.
 
-A chain's shape is its number of tokens. A tree, whose size differs from round to round, is padded
-to one of a few sizes; which slots its rows see, and their positions, are inputs too. A long chain,
-which is rare, goes as the tree that it is.
+A chain's shape is its number of tokens. A tree, whose size varies from round to round, is padded to
+one of a few sizes; the slots its rows attend to, and their positions, are inputs too. A long chain,
+which is rare, is treated as a tree.
 
-Building the graph of a forward costs the host milliseconds that a GPU spends waiting. Here
+Building the graph of a forward costs the host milliseconds during which a GPU waits. Here
 `mx.compile` records it once per number of tokens and size of the KV buffers, fuses its small
-operations, and replays it in every later pass of that shape. Whatever changes from pass to
-pass is an input of the traced function: the tokens, the position of the first one, and the
-buffers. A plain number in their place would become a part of the trace.
+operations, and replays it in every later pass of that shape. Everything that changes from pass to
+pass is an input of the traced function: the tokens, the position of the first one, and the buffers.
+A plain number in their place would become part of the trace.
 """
 
 from collections.abc import Callable
@@ -29,55 +29,62 @@ from services.mlx.tracing.trace_trial import prefill
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
-"""Of chains that have traces of their own, each length another."""
+"""Longest chain with its own trace; each length needs another one."""
 TREE_ROWS: tuple[int, ...] = (4, 8, 16, 32)
-"""Sizes that trees are padded to, and longer chains, if a larger one is not faster; larger ones are
-not traced."""
+"""Sizes to which trees, and longer chains, are padded, if a larger one is not faster; larger trees
+are not traced.
+"""
 TRACED_SLOTS = (256, 512, 768, 1024)
-"""Sizes of the buffers that are traced at load. With MLX's kernels a new shape takes a second,
-which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
+"""Sizes of the buffers that are traced at load.
+
+With MLX's kernels a new shape takes a second, which must not delay an answer; with ours it takes as
+long as a few passes.
+"""
 _PROMPT = 24
-"""Tokens before what is traced at load."""
+"""Tokens before those traced at load."""
 
 _Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
-"""Logits, keys and values of each layer, features if some are read. Where rows are written in place
-there are no values, and instead of keys what is there when they are written."""
+"""Logits, keys and values of each layer, features if some are read.
+
+Where rows are written in place there are no values, and instead of keys an array that is computed
+once they are written.
+"""
 _Where = list[mx.array]
-"""[] the first row's slot; of a tree also [rows] positions, and [rows, slots] what each sees."""
+"""[] the first row's slot; for a tree also [rows] positions, and [rows, slots] visible slots."""
 
 
 class Singles(NamedTuple):
-    """Which single tokens are replayed."""
+    """The single tokens that are replayed."""
 
     awaited: bool
-    """Those whose pass begins when nothing else is under way."""
+    """Those whose pass starts on an idle device."""
     ahead: bool
-    """Those whose pass begins behind another one."""
+    """Those whose pass starts while another one is running."""
 
 
 class Prelaunched(NamedTuple):
-    """A pass that waits for its tokens."""
+    """A launched pass that waits for its tokens."""
 
     late: LateInputs
     logits: mx.array
     """[rows, vocabulary], lazy."""
     slots: int
-    """Of its buffers: what it is rung for has to lie there."""
+    """Slots of its buffers, which must have room for its tokens."""
     features: mx.array | None
-    """[rows, width] of what is read of the model, lazy; None if nothing is."""
+    """[rows, width] features of the model, lazy; None if none are read."""
     written: list[mx.array] | None
-    """See `KVStore.written`, once the store's pass in work is this one."""
+    """As `KVStore.written`, once this is the store's current pass."""
 
 
 class FeatureReader(Protocol):
-    """Reads the model during its passes (`services.mlx.taps`)."""
+    """Reads features of the model during its passes (`services.mlx.taps`)."""
 
     def compute(self) -> mx.array | None:
-        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        """Return [tokens, width] of the last pass, lazy; None if nothing is read."""
         ...
 
     def put(self, features: mx.array) -> None:
-        """These are of the last pass, [tokens, width]: a replay, which a reader cannot see."""
+        """Set [tokens, width] features of the last pass, a replay that no reader observes."""
         ...
 
 
@@ -88,12 +95,13 @@ def features_of(reader: FeatureReader | None) -> list[mx.array]:
 
 
 class TracedForward:
-    """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the module.
+    """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the
+    module.
 
     A single token's attention has a kernel for any length, which a trace over whole buffers cannot
-    use: whether a trace of it is faster all the same is tried by itself. It may be for one that is
-    waited for, whose launches the GPU waits for, and not for one that begins ahead, whose launches
-    are hidden: that is tried, too.
+    use: whether a trace is still faster is tested separately. It may be for a token that is
+    awaited, where the GPU waits for launches, and not for one that begins ahead, where launches are
+    hidden: both are tested.
 
     Args:
         model: called on tokens [1, n] and caches.
@@ -102,40 +110,40 @@ class TracedForward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._shapes: set[Shape] = set()
-        """What has been traced."""
+        """Shapes traced so far."""
         self._traces_later = serves_any_length(model)
-        """Whether chains and trees behind longer texts are traced when they come."""
+        """True if chains and trees after longer texts are traced on demand."""
         self._may_write = can_write_in_place(model)
-        """Whether rows may be written into a store's buffers where they are."""
+        """True if rows may be written into a store's buffers in place."""
         self.singles = Singles(awaited=True, ahead=True)
         self.tree_rows = TREE_ROWS
-        """The sizes of trees that are in use."""
+        """The sizes of trees in use."""
         self.read(None)
 
     def pad_rows(self, count: int) -> int:
-        """The size that a tree of so many rows is padded to; 0 if it is too large."""
+        """Return the size to which a tree of `count` rows is padded; 0 if it is too large."""
         return next((size for size in self.tree_rows if size >= count), 0)
 
     def _count_rows(self, frame: Frame) -> int:
-        """Rows of the pass over this frame, padding included; 0 if they are too many."""
+        """Return the rows of the pass over this frame, padding included; 0 if they are too many."""
         return self.pad_rows(frame.count) if _is_tree(frame) else frame.count
 
     def _find_size(self, store: KVStore) -> int:
-        """Slots of the buffers that a trace of the current frame has; 0 if they are too many."""
+        """Return the slots of a trace's buffers for the current frame; 0 if too many."""
         frame = store.frame
         return round_to_traced(max(_count_slots(store), frame.start + self._count_rows(frame)))
 
     def read(self, reader: FeatureReader | None) -> None:
-        """Let traces hold what this reads of the model; to be called again when it changes."""
+        """Include this reader's features in traces; call again when they change."""
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return whether the current frame has a shape that is traced, or may be now.
+        """Return True if the current frame has a shape that is traced, or can be traced now.
 
         Args:
             store: of the sequence.
-            ahead: whether the pass begins behind one that is under way.
+            ahead: True if the pass starts while another one is running.
         """
         frame = store.frame
         if frame.count == 1 and not (self.singles.ahead if ahead else self.singles.awaited):
@@ -145,7 +153,7 @@ class TracedForward:
         return self._has(Shape(self._count_rows(frame), self._find_size(store), _is_tree(frame)))
 
     def _has(self, shape: Shape) -> bool:
-        """Return whether this is traced, or may be now."""
+        """Return True if this shape is traced, or can be traced now."""
         longest = shape._replace(slots=TRACED_SLOTS[-1])
         later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
         return later or shape in self._shapes
@@ -159,7 +167,7 @@ class TracedForward:
         self._shapes.add(Shape(rows, slots, forks=False))
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
-        """Trace trees that are padded to so many rows, and compute one."""
+        """Trace trees that are padded to `rows` rows, and compute one."""
         store = prefill(self._model, new_store, _PROMPT)
         widen(store, slots)
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
@@ -168,7 +176,7 @@ class TracedForward:
         self._shapes.add(Shape(rows, slots, forks=True))
 
     def can_trace(self, store: KVStore) -> bool:
-        """Return whether the store's current frame is a chain or a tree in plain slots."""
+        """Return True if the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
         return (
             self._count_rows(frame) > 0
@@ -178,10 +186,9 @@ class TracedForward:
         )
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame.
+        """Compute lazy logits [1, n, vocabulary] of `store`'s current frame, [1, n] tokens.
 
-        Where nothing is under way that the GPU could do (not `ahead`), it is given the first layers
-        before the others are handed over.
+        On an idle GPU (not `ahead`), the first layers are launched before the others are submitted.
         """
         frame = store.frame
         widen(store, self._find_size(store))
@@ -197,13 +204,13 @@ class TracedForward:
         return logits[:, : frame.count]
 
     def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
-        """A pass over up to so many rows, in the making; which ones is said by ringing.
+        """Launch a pass over up to `rows` rows that waits for its tokens.
 
         Args:
             rows: a size of trees.
-            store: of the sequence, with the chain or tree that is in work; what becomes of that
-                need not be known. It holds the buffers that the pass writes to.
-            bell: for the device to wait for.
+            store: of the sequence, with the current chain or tree, whose outcome need not be known.
+                It holds the buffers that the pass writes to.
+            bell: the doorbell on which the device waits.
 
         Returns:
             None if there is no trace of such a shape, or the buffers have to grow first.
@@ -223,13 +230,13 @@ class TracedForward:
     def _run(
         self, tokens: mx.array, where: _Where, store: KVStore
     ) -> tuple[mx.array, list[mx.array]]:
-        """[1, rows, vocabulary] logits, and features if some are read; the store has the rows."""
+        """Return [1, rows, vocabulary] logits, and features if read; the store gets the rows."""
         in_place = self._writes_in_place(store)
         if in_place:
             store.own()
         keys: Any = [cache.keys for cache in store.caches]
         values: Any = [cache.values for cache in store.caches]
-        if not in_place:  # MLX writes in place only what nobody else holds
+        if not in_place:  # MLX writes in place only if no other reference exists
             for cache in store.caches:
                 cache.keys = cache.values = None
         logits, keys, values, features = self._replay(tokens, where, keys, values)
@@ -266,21 +273,21 @@ class TracedForward:
 
 
 def _count_slots(store: KVStore) -> int:
-    """Return the number of slots of the buffers as they are."""
+    """Return the number of slots of the present buffers."""
     keys = store.caches[0].keys
     return 0 if keys is None else keys.shape[2]
 
 
 def _is_tree(frame: Frame) -> bool:
-    """Return whether the pass over this frame is a tree's."""
+    """Return True if the pass over this frame is a tree's."""
     return frame.visible is not None or frame.count > MOST_ROWS
 
 
 def _pad_tree(tokens: mx.array, store: KVStore, rows: int) -> tuple[mx.array, mx.array, mx.array]:
-    """[1, rows] tokens, [rows] positions and [rows, slots] which slots each row sees.
+    """Return [1, rows] tokens, [rows] positions and [rows, slots] visible slots of a padded tree.
 
-    A row of padding sees itself alone; it goes to a slot behind the tree, where the next tokens are
-    written over it.
+    A row of padding attends only to itself, in a slot after the tree, which the next tokens
+    overwrite.
     """
     frame, slots = store.frame, _count_slots(store)
     start, count = frame.start, frame.count

@@ -1,4 +1,4 @@
-"""Keys and values inside a trace: buffers of a few sizes, and what a model takes for its caches."""
+"""Keys and values inside a trace: buffers of a few sizes, in the form of mlx-lm caches."""
 
 import functools
 from typing import NamedTuple
@@ -13,9 +13,9 @@ _STEPS = (
     (1024, 256), (4096, 512), (8192, 1024), (16384, 2048),
     (32768, 4096), (65536, 8192), (131072, 16384),
 )  # fmt: skip
-"""Up to so many slots, buffers of traces are multiples of so many."""
+"""(slots, step): up to that many slots, buffer sizes of traces are multiples of the step."""
 MOST_SLOTS = _STEPS[-1][0]
-"""Of a trace's buffers."""
+"""Largest buffer of a trace."""
 
 
 class Shape(NamedTuple):
@@ -24,28 +24,28 @@ class Shape(NamedTuple):
     rows: int
     slots: int
     forks: bool = False
-    """Whether the rows are a tree's, or branches."""
+    """True if the rows form a tree, or branches."""
 
 
 def round_to_traced(slots: int) -> int:
-    """The size of a trace's buffers that have room for so many; 0 if there are none so large."""
+    """Return the size of a trace's buffers with room for `slots` slots; 0 if there is none."""
     step = next((step for most, step in _STEPS if slots <= most), 0)
     return -(-slots // step) * step if step else 0
 
 
 def round_to_largest(slots: int) -> int:
-    """The most slots of a buffer that holds so many, replayed or not."""
+    """Return the largest buffer, in slots, for this many, replayed or not."""
     return round_to_traced(slots) or round_to_bucket(slots)
 
 
 def widen(store: KVStore, slots: int) -> None:
-    """Let the buffers have room for so many slots."""
+    """Grow the buffers to this many slots."""
     for cache in store.caches:
         cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
 
 
 def grow(buffer: mx.array | None, end: int) -> mx.array:
-    """The buffer, with room for `end` slots."""
+    """Return the buffer with room for `end` slots."""
     if buffer is None:
         raise ValueError("a chain without tokens before it has no buffers to be traced with")
     missing = round_to_bucket(end) - buffer.shape[2]
@@ -53,13 +53,13 @@ def grow(buffer: mx.array | None, end: int) -> mx.array:
 
 
 class PassRows:
-    """Where the rows of a traced pass belong: of all layers the same.
+    """Slots and positions of the rows of a traced pass: the same in all layers.
 
     Args:
         start: [] slot of the first one, and in a chain its position.
-        count: of the rows.
-        positions: [rows] of a tree's, or of branches; None: a chain's.
-        visible: [rows, slots] which slots each of these sees.
+        count: number of rows.
+        positions: [rows] of a tree's, or of branches; None for a chain.
+        visible: [rows, slots] slots each of these attends to.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class PassRows:
         self.slots = start + count_to(count)
         """[rows]."""
         self.offset = start if positions is None else positions
-        """What RoPE takes: [] or [rows]."""
+        """RoPE's offset: [] or [rows]."""
         self.positions = self.slots if positions is None else positions
         """[rows]."""
         self._visible = visible
 
     def make_mask(self, slots: int, window_size: int | None) -> mx.array:
-        """Which of so many slots each row sees, bool [rows, slots]."""
+        """Return the slots each row attends to, bool [rows, slots]."""
         if self._visible is not None:
             if window_size is not None:
                 raise ValueError("a tree is not traced through a sliding window")
@@ -89,17 +89,17 @@ class PassRows:
 
 
 class LayerInputs(InPlace):
-    """One layer's buffers inside the trace; what mlx-lm takes for a KV cache.
+    """One layer's buffers inside the trace, in the form of an mlx-lm KV cache.
 
     Args:
-        keys: [1, heads, slots, size], as `values`.
+        keys: [1, heads, slots, size], like `values`.
         values: of the layer.
         rows: of the pass.
-        owned: see `InPlace`.
+        owned: as for `InPlace`.
     """
 
     is_traced = True
-    """Attention over it may not be computed by itself, outside the graph."""
+    """Attention over it must be part of the graph."""
 
     def __init__(
         self, keys: mx.array, values: mx.array, rows: PassRows, *, owned: bool = False
@@ -112,7 +112,7 @@ class LayerInputs(InPlace):
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """Which slots each of the `n` tokens sees, bool [n, slots]."""
+        """Return the slots each of the `n` tokens attends to, bool [n, slots]."""
         del n, return_array
         return self._rows.make_mask(self.keys.shape[2], window_size)
 
@@ -121,18 +121,18 @@ class LayerInputs(InPlace):
         if self.write_rows(keys, values):
             return self.fetch()
         slots = self._rows.slots[None, None, :, None]
-        # One launch each; `slice_update` is two, since its start is known to the device alone.
+        # One launch each; `slice_update` needs two, since only the device knows its start.
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
         return self.fetch()
 
     def fetch(self) -> tuple[mx.array, mx.array]:
-        """The whole buffers."""
+        """Return the whole buffers."""
         return self.keys, self.values
 
 
 def count_to(count: int) -> mx.array:
-    """[count] int32: 0, 1, 2 and so on; a trace has no launch for it."""
+    """Return [count] int32: 0, 1, 2 and so on; a trace needs no launch for it."""
     numbers = _count()
     return numbers[:count] if count <= numbers.size else mx.arange(count)
 

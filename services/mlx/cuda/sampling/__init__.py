@@ -1,1 +1,1 @@
-"""Choosing tokens on CUDA, each row of logits in one launch."""
+"""Token selection on CUDA, each row of logits in one launch."""

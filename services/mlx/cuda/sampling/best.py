@@ -1,10 +1,9 @@
-"""The best few of each row of logits on CUDA, in one launch.
+"""The top few of each row of logits on CUDA, in one launch.
 
-MLX sorts all of a row, or looks for the best and then for the next best, in a dozen launches; a
-drafter that is asked for branches behind a chain, or for runners-up at each depth, waits for that.
-Here one block serves a row: each thread keeps the
-best that it has seen, and the best of all threads are taken in turn. Used if it finds what sorting
-finds, and in less time.
+MLX sorts the whole row, or searches for the best and then for the next best, in a dozen launches,
+which delays a drafter that needs branches after a chain, or runners-up at each depth. Here one
+block serves a row: each thread keeps its best elements, and the best of all threads are then picked
+in turn. It is used if it matches sorting, and is faster.
 """
 
 import functools
@@ -19,7 +18,7 @@ from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_tur
 _log = logging.getLogger(__name__)
 
 WIDTHS = (8, 16, 64)
-"""Numbers of candidates that there is a kernel for."""
+"""Numbers of candidates with a kernel."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
 _TOLERANCE = 1e-5
@@ -32,13 +31,13 @@ find_best<WIDTH, WARPS>(
 
 
 def find_best(rows: mx.array, width: int) -> mx.array | None:
-    """[rows, 2 * n + 1] float32 with n of at least `width`, or None where sorting serves better.
+    """Return [rows, 2 * n + 1] float32 with n >= `width`, or None where sorting is better.
 
-    Of each row the n best columns in falling order, their logits, and the logarithm of all shares.
+    For each row, the n best columns in descending order, their logits, and the log-sum-exp.
 
     Args:
         rows: [rows, head] logits.
-        width: columns that are wanted; the best one alone is found by MLX.
+        width: requested columns; MLX finds a single best one.
     """
     count = next((count for count in WIDTHS if count >= width), 0)
     fits = rows.ndim == 2 and rows.dtype in _TYPES and 1 < width <= count <= rows.shape[1]
@@ -46,7 +45,7 @@ def find_best(rows: mx.array, width: int) -> mx.array | None:
 
 
 def launch(rows: mx.array, width: int) -> mx.array:
-    """`find_best` by the kernel, for one of `WIDTHS`."""
+    """Compute `find_best` by the kernel, for one of `WIDTHS`."""
     count = rows.shape[0]
     make = build(("sampling/best.cuh",), _BODY, ("rows",), contiguous=False)
     found: list[mx.array] = make(
@@ -61,7 +60,7 @@ def launch(rows: mx.array, width: int) -> mx.array:
 
 
 def sort_best(rows: mx.array, width: int) -> mx.array:
-    """`find_best` with MLX's own operations, for exactly so many columns."""
+    """Compute `find_best` with MLX's own operations, for exactly `width` columns."""
     rows = rows.astype(mx.float32)
     if width == 1:
         columns = mx.argmax(rows, axis=-1, keepdims=True)
@@ -76,10 +75,10 @@ def sort_best(rows: mx.array, width: int) -> mx.array:
 
 @functools.cache
 def _works(dtype: mx.Dtype, width: int) -> bool:
-    """Return whether the kernel compiles here, finds what sorting finds, and is faster."""
+    """Return True if the kernel compiles here, matches sorting, and is faster."""
     rows = mx.random.normal((3, 50000), key=mx.random.key(0)).astype(dtype)[:, :49152]
     try:
-        # Of equal logits either may come first; their values are the same.
+        # Equal logits may come in any order; their values are the same.
         expected, found = sort_best(rows, width), launch(rows, width)
         distance = measure_distance(expected[:, width:], found[:, width:])
         if not distance < _TOLERANCE:

@@ -1,8 +1,8 @@
 """The target's choice of a token after each row of logits on CUDA, in one launch.
 
-MLX takes a dozen launches for it, and sorts all of a row where there are filters. Here one block
-serves a row, by the rule of `protocol.decoding.sampler`; what rounding could decide otherwise is
-left to the host, as in `cpu/choose.c`. Used if it chooses what the host does.
+MLX needs a dozen launches, and sorts the whole row if there are filters. Here one block serves a
+row, by the rule of `protocol.decoding.sampler`; cases that rounding could decide differently are
+left to the host, as in `cpu/choose.c`. It is used if it matches the host.
 """
 
 import functools
@@ -36,7 +36,7 @@ choose_token<WARPS>(
 
 
 def choose_tokens(rows: mx.array, rules: mx.array) -> mx.array | None:
-    """[rows] int32 tokens, or what `sampling.device.begin` has in their place; None without us.
+    """Return [rows] int32 tokens, or codes as from `sampling.device.begin`; None if unsupported.
 
     Args:
         rows: [rows, vocabulary] logits.
@@ -47,7 +47,7 @@ def choose_tokens(rows: mx.array, rules: mx.array) -> mx.array | None:
 
 
 def launch(rows: mx.array, rules: mx.array) -> mx.array:
-    """`choose_tokens` by the kernel."""
+    """Compute `choose_tokens` by the kernel."""
     count = rows.shape[0]
     texts = ("sampling/rule.cuh", "sampling/choose.cuh")
     make = build(texts, _BODY, ("rows", "rules"), contiguous=False)
@@ -64,7 +64,7 @@ def launch(rows: mx.array, rules: mx.array) -> mx.array:
 
 @functools.cache
 def _works(dtype: mx.Dtype) -> bool:
-    """Return whether the kernel compiles here, and chooses what the host does."""
+    """Return True if the kernel compiles here, and matches the host."""
     rows = (3.0 * mx.random.normal(_TRIAL_SHAPE, key=mx.random.key(0))).astype(dtype)
     logits: Any = np.array(rows.astype(mx.float32))
     positions = list(range(_TRIAL_SHAPE[0]))

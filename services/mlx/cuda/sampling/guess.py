@@ -1,8 +1,8 @@
-"""A drafter's guesses at what the target will choose after each row, on CUDA, in one launch.
+"""A drafter's guesses of the target's choice after each row, on CUDA, in one launch.
 
-MLX takes a dozen launches for them, more with filters, and a depth of a small drafter waits for
-each. Here one block serves a row. Used if it guesses what the host does, which compiles nothing:
-MLX's operations would be kernels of several seconds each.
+MLX needs a dozen launches, more with filters, and a depth of a small drafter waits for each. Here
+one block serves a row. It is used if it matches the host, which compiles nothing: MLX's operations
+would need kernels that compile for several seconds each.
 """
 
 import functools
@@ -20,10 +20,10 @@ from services.sampling.rules import write_rules
 _log = logging.getLogger(__name__)
 
 GREEDY, DRAWN, FILTERED = 0, 1, 2
-"""Whether there is noise, and whether filters drop some candidates."""
+"""Kinds of rules: without noise, with noise, and with filters that drop candidates."""
 
 WIDTHS = (1, 5)
-"""Numbers of guesses that there is a kernel for: the best one, with or without four runners-up."""
+"""Numbers of guesses with a kernel: the best one, with or without four runners-up."""
 CANDIDATES = 64
 """`CANDIDATES` of guess.cuh."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
@@ -35,7 +35,7 @@ _TRIAL = {
 }
 _TRIAL_SHAPE = (4, 16000)
 _TOLERANCE = 1e-3
-"""Of how sure the guesses are."""
+"""Tolerance of the confidences."""
 
 Guesses = tuple[mx.array, mx.array]
 """See `sampling.device.guess`."""
@@ -49,23 +49,22 @@ guess_tokens<WIDTH, KIND, WARPS>(
 
 
 class Wanted(NamedTuple):
-    """Which guesses."""
+    """The requested kind and number of guesses."""
 
     width: int
-    """How many; few."""
+    """Number of guesses; small."""
     kind: int
-    """What the rules ask for."""
+    """Kind of the rules."""
 
 
 def guess_tokens(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Guesses | None:
-    """`sampling.device.guess` by the kernel; None where it does not serve.
+    """Compute `sampling.device.guess` by the kernel; None where it is not supported.
 
     Args:
         rows: [rows, head] logits.
         ids: [head] int32.
         rules: [rows, WORDS], see `sampling.rules`.
-        wanted: how many guesses, of which kind; of each kind some must have been made before one
-            is traced.
+        wanted: number and kind of guesses; a kind must have been used before it is traced.
     """
     width = next((count for count in WIDTHS if count >= wanted.width), 0)
     made = Wanted(width, wanted.kind)
@@ -77,7 +76,7 @@ def guess_tokens(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted)
 
 
 def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Guesses:
-    """`guess_tokens` for one of `WIDTHS`."""
+    """Compute `guess_tokens` for one of `WIDTHS`."""
     count, width = rows.shape[0], wanted.width
     texts = ("sampling/rule.cuh", "sampling/best.cuh", "sampling/guess.cuh")
     inputs, outputs = ("rows", "ids", "rules"), ("tokens", "found")
@@ -95,11 +94,11 @@ def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Gu
 
 @functools.cache
 def _works(dtype: mx.Dtype, wanted: Wanted) -> bool:
-    """Return whether the kernel compiles here, and guesses what the host does."""
+    """Return True if the kernel compiles here, and matches the host."""
     sampling, (count, head) = _TRIAL[wanted.kind], _TRIAL_SHAPE
     random = np.random.default_rng(0)
     logits: Any = random.normal(-2.0, 1.0, _TRIAL_SHAPE)
-    for row in logits:  # of equal ones either may come first: the best ones differ in any type
+    for row in logits:  # ties may come in any order: the best ones differ in any type
         row[random.permutation(head)[: 2 * CANDIDATES]] = 14.0 - np.arange(2 * CANDIDATES) / 16.0
     rows = mx.array(logits.astype(np.float32)).astype(dtype)
     ids, positions = np.arange(head)[::-1] + 7, list(range(count))
