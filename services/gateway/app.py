@@ -53,9 +53,9 @@ class Gateway:
     """Answers HTTP requests by asking orchestrators.
 
     Args:
-        settings: of the gateway.
-        connect: makes the client of an orchestrator.
-        steps: of the loop that it runs in.
+        settings: the gateway's.
+        connect: creates the client of an orchestrator.
+        steps: step times of its event loop.
     """
 
     def __init__(

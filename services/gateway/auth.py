@@ -123,14 +123,14 @@ class Guard:
         return ApiError(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
 
     def _knows_key(self, request: Request) -> bool:
-        # Digests have one length, so that comparing them says nothing about the key's.
+        # Digests have equal lengths, so comparing them does not reveal the key's length.
         return hmac.compare_digest(_digest(_read_key(request).encode()), self._key)
 
 
 def name_client(request: Request) -> str:
-    """Return the client whose requests share the places: its address and a digest of its key.
+    """Return the client for fair scheduling: its address and a digest of its key.
 
-    So programs on one machine, or behind one proxy, are different clients if their keys differ.
+    Programs on one machine, or behind one proxy, are different clients if their keys differ.
     """
     address = request.client.host if request.client else ""
     key = _read_key(request)
@@ -138,8 +138,8 @@ def name_client(request: Request) -> str:
 
 
 def _read_key(request: Request) -> str:
-    """The key that the client sends; empty if it sends none."""
-    if "x-api-key" in request.headers:  # as Anthropic's clients send it
+    """Return the client's key; empty if it sends none."""
+    if "x-api-key" in request.headers:  # as sent by Anthropic's clients
         return request.headers["x-api-key"].strip()
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else ""

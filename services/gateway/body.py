@@ -94,7 +94,7 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
     """Decode a body; return the request and the names of the dropped fields.
 
     Raises:
-        ApiError: it holds too much; or naming the field that is wrong, or unknown if `strict`.
+        ApiError: it holds too much, or a field is wrong, or unknown if `strict`.
     """
     check_values(body)
     try:

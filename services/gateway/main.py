@@ -21,7 +21,7 @@ _SHUTDOWN_S = 1
 
 
 def run(settings: GatewaySettings) -> None:
-    """Serve HTTP on the socket that the supervisor listens on, until told to end."""
+    """Serve HTTP on the socket that the supervisor listens on, until stopped."""
     steps = StepTimes()
     config = uvicorn.Config(
         Gateway(settings, steps=steps).app(_key(settings.key_file)),

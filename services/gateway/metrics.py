@@ -40,10 +40,10 @@ class _PhaseTimes(Collector):
 
 
 class Metrics:
-    """A registry of its own, so that two gateways in one process do not mix.
+    """A separate registry, so that two gateways in one process do not mix.
 
     Args:
-        steps: of the gateway's loop.
+        steps: step times of the gateway's event loop.
     """
 
     def __init__(self, steps: StepTimes | None = None) -> None:
@@ -153,7 +153,7 @@ class Metrics:
             self._per_token.observe(s.decode_s / (tokens - 1))
 
     def page(self, statuses: Sequence[Status]) -> bytes:
-        """Everything, in Prometheus' text format; what several models do is added up."""
+        """Return everything in Prometheus' text format; several models are added up."""
         self._gateway_step.set(self._steps.longest_s)
         longest_ms = max((status.longest_step_ms for status in statuses), default=0.0)
         self._orchestrator_step.set(longest_ms / 1e3)

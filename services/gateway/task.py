@@ -91,9 +91,9 @@ class Task:
     client: str = ""
     """The client's name; capacity is shared among clients."""
     is_background: bool = False
-    """Whether requests of others may go before it."""
+    """True if other requests may go first."""
     is_large: bool = False
-    """Whether its prompts are too long to be sent once for each choice."""
+    """True if its prompts are too long to be sent once per choice."""
     unknown: list[str] = field(default_factory=list)
     """Fields that were dropped."""
 

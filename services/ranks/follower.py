@@ -72,7 +72,7 @@ class LeaderChannel:
 
     def _read(self, silence_s: float) -> None:
         heard, beaten = awake_time(), 0.0
-        beats = False  # rank 0 begins to once all have loaded
+        beats = False  # rank 0 starts sending beats once all ranks have loaded
         try:
             while True:
                 if self._pipe.ready(BEAT_S / 2):
