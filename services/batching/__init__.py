@@ -1,1 +1,1 @@
-"""Several sequences in one forward pass, and prompts in chunks."""
+"""Several sequences in one forward pass, and chunked prefill."""

@@ -1,8 +1,8 @@
-"""Prompts on their way into the target's KV: in pieces, and those that wait share a pass.
+"""Chunked prefill of the target's KV; short prompts share a pass.
 
-A pass over few tokens costs nearly as much as one over many, so the short prompts of several
-new requests are computed together, and a long one lets them by (`prefill_order`). A prompt that
-begins like one in work waits for that one, and takes its KV.
+A pass over few tokens costs nearly as much as one over many, so the short prompts of several new
+requests are computed together, and a long one lets them go first (`prefill_order`). A prompt that
+starts like one in progress waits for that one, and forks its KV.
 """
 
 import contextlib
@@ -22,34 +22,35 @@ from services.mlx.cuda.host_rows import ReadRows
 from services.mlx.loader import compute_unit
 
 _WORTH = 8
-"""Tokens that a wait for another prompt's KV must save, at least."""
+"""Minimum number of tokens that waiting for another prompt's KV must save."""
 
 _STALL_S = 0.25
-"""How long the answers that are being decoded may wait for a piece of another's prompt."""
+"""Longest delay of running decodes by a chunk of another request's prompt."""
 _GRID = 256
-"""Distance of checkpoints in a prompt, unless the chunks that were asked for are smaller."""
+"""Distance of checkpoints in a prompt, unless the configured chunks are smaller."""
 _TURNS = 4
-"""Messages that end within that distance may have a checkpoint each."""
+"""Messages ending within that distance that may each have a checkpoint."""
 _FIRST = 32
 LEAST_CHUNK = 16
-"""Tokens."""
+"""Smallest chunk in tokens."""
 _STEPS_ALONE = 4
-"""In a chunk on CUDA that nobody waits for: between two chunks the GPU waits for the host."""
+"""Steps per chunk on CUDA when nothing else waits: between two chunks the GPU waits for the host.
+"""
 
 
 class Prompted(Protocol):
-    """A sequence whose prompt is computed."""
+    """A sequence whose prompt is being computed."""
 
     tokens: Tokens
-    """What its state holds."""
+    """The tokens its state holds."""
     state: SequenceState
 
 
 class Reader(Protocol):
-    """Reader of further outputs of the model, besides its logits."""
+    """Reads further outputs of the model, besides its logits."""
 
     def take(self) -> ReadRows | None:
-        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        """Return [tokens, width] of the last pass, lazy; None if nothing is read."""
         ...
 
     def log(self, sequence: Any, position: int, rows: ReadRows | None) -> object:
@@ -58,7 +59,7 @@ class Reader(Protocol):
 
 
 class ChunkSizer:
-    """Learns how fast prompts are computed; fed with every chunk."""
+    """Learns the prefill speed from every chunk, to choose the size of the next."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -66,12 +67,12 @@ class ChunkSizer:
         self._tokens_per_s = 0.0
 
     def size(self, *, alone: bool, left: int = 0) -> int:
-        """Tokens of the next chunk.
+        """Return the tokens of the next chunk.
 
         Args:
-            alone: whether nobody waits meanwhile.
-            left: tokens still to be computed. A chunk that is longer than a step is a power of two
-                times as long, so that sizes recur: CUDA plans for each.
+            alone: True if no other request waits meanwhile.
+            left: tokens still to be computed. A chunk longer than a step is a power of two times as
+                long, so that sizes recur: CUDA plans for each.
         """
         if alone:
             size = self._most
@@ -83,23 +84,23 @@ class ChunkSizer:
         return min(self._step, max(LEAST_CHUNK, int(_STALL_S * self._tokens_per_s)))
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A chunk was computed."""
+        """Record a computed chunk."""
         if seconds > 0.0:
             self._tokens_per_s = tokens / seconds
 
 
 class ChunkedPrefill:
-    """Computes prompts.
+    """Computes prompts in chunks.
 
     Args:
         model: the target.
-        step: most tokens of a pass, but for those that nobody waits behind on CUDA.
-        shares: whether the model takes several sequences in a pass (`packing`).
-        checkpoints: whether later prompts may begin in the middle of one.
+        step: most tokens of a pass, except on CUDA when no other request waits.
+        shares: True if the model takes several sequences in a pass (`packing`).
+        checkpoints: True if later prompts may start in the middle of one.
         end_ids: tokens that end a message of a chat.
-        reader: keeps what a drafter reads of the model.
+        reader: keeps the states that a drafter reads from the model.
         memory: shortens chunks that do not fit, or refuses them.
-        table: of the slots of sequences that share passes, where there is one.
+        table: the slot table of sequences that share passes, if there is one.
         one_graph: see `Batcher`.
     """
 
@@ -130,15 +131,15 @@ class ChunkedPrefill:
         self._least_turn = self._grid // _TURNS
         self._order = PrefillOrder()
         self._wanted: dict[int, Tokens] = {}
-        """By sequence: the prompts in work."""
+        """Sequence -> its prompt in progress."""
 
     @property
     def prompts_in_work(self) -> int:
-        """How many there are."""
+        """Number of prompts in progress."""
         return len(self._wanted)
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
-        """Return whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
+        """Return True if a prompt in progress covers half of `tokens` beyond the first `held`."""
         common = max(
             (common_prefix_length(tokens, other) for other in self._wanted.values()), default=0
         )
@@ -146,7 +147,7 @@ class ChunkedPrefill:
 
     @contextlib.contextmanager
     def register(self, number: int, tokens: Tokens) -> Iterator[None]:
-        """While this prompt is in work, here or elsewhere, others may wait for its KV."""
+        """Register this prompt while it is in progress, so that others can wait for its KV."""
         self._wanted[number] = tokens
         try:
             yield
@@ -157,20 +158,20 @@ class ChunkedPrefill:
     def fill(
         self, number: int, sequence: Prompted, tokens: Tokens, alone: Callable[[], bool]
     ) -> Generator[None]:
-        """Make the KV hold these tokens; yields where others may join in or have their turn.
+        """Extend the KV to these tokens; yields where other requests can join or run.
 
         Args:
             number: under which the prompt was registered.
-            sequence: holds a beginning of the tokens.
+            sequence: holds a prefix of the tokens.
             tokens: of the whole prompt.
-            alone: whether no answer waits meanwhile.
+            alone: True if no decode waits meanwhile.
         """
         state = sequence.state
         self._order.add(number, len(tokens) - state.length, time.perf_counter())
         while state.length < len(tokens):
             size = self._size(state, tokens, alone=alone() and self.prompts_in_work < 2)
             if not self._order.may_go(number, size, time.perf_counter()):
-                yield  # another prompt's turn
+                yield  # let another prompt run
                 continue
             chunk = tokens[state.length : state.length + size]
             asked = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
@@ -180,7 +181,7 @@ class ChunkedPrefill:
                 began, own = time.perf_counter(), asked.logits is None
                 _, by = self._batcher.result(asked)
                 state.commit(state.length)
-                # The logits stay uncomputed: MLX is lazy and only the state is asked for.
+                # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()
                 if self._reader is not None:
                     self._reader.log(sequence, len(sequence.tokens), asked.features)
@@ -195,11 +196,11 @@ class ChunkedPrefill:
             yield
 
     def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:
-        """Most tokens of the next chunk.
+        """Return the most tokens of the next chunk.
 
-        Where forks begin at checkpoints, chunks end at multiples of a length, and with messages
-        of a chat that are not too short: a prompt that is resumed goes through the passes of a
-        fresh one, and has its bits.
+        Where forks start at checkpoints, chunks end at multiples of a length, and with chat
+        messages that are not too short: a resumed prompt goes through the passes of a fresh one,
+        and has the same bits.
         """
         if state.needs_checkpoints:
             size = self._grid - state.length % self._grid

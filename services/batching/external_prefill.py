@@ -1,8 +1,8 @@
-"""A prompt's keys and values from another device, put into the target's cache.
+"""A prompt's keys and values from another device, injected into the target's cache.
 
-Another device may prefill faster than the one that decodes, or leave it free meanwhile. Whether
-it does is measured when the verifier starts, per length; which way a prompt goes then depends on
-its length alone.
+Another device may prefill faster than the one that decodes, or leave it free meanwhile. This is
+measured per length when the verifier starts; afterwards a prompt's route depends on its length
+alone.
 """
 
 import logging
@@ -22,47 +22,47 @@ from services.kv.state import SequenceState
 _log = logging.getLogger(__name__)
 
 _CLEARLY = 4.0
-"""Times as long: lost, even if that was a first run, which warms up."""
+"""Ratio of times at which the other device loses, even if that was a first run, which warms up."""
 
 _BUDGET_S = 15.0
-"""For measuring, while the stack waits; the reference runtime would take minutes."""
+"""Time for measuring, while the stack waits; the reference runtime would take minutes."""
 
 Computed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-"""Keys and values of some tokens, [layers, kv_heads, tokens, head_dim] each."""
+"""Keys and values of consecutive tokens, [layers, kv_heads, tokens, head_dim] each."""
 
 
 class PrefillSource(Protocol):
-    """Computes keys and values of prompts; raises ModelError if it cannot any more."""
+    """Computes keys and values of prompts; raises ModelError if it no longer can."""
 
     @property
     def slots(self) -> int:
-        """Longest prompt that it takes."""
+        """Return the longest prompt that it takes."""
         ...
 
     def pieces(self, tokens: Tokens) -> Generator[Computed]:
-        """The keys and values of these tokens, piece by piece; may be abandoned between two."""
+        """Yield the keys and values of these tokens in pieces; may be abandoned between two."""
         ...
 
 
 class KVInjection:
-    """Memory of the target's cache, into which rows are written while they are computed.
+    """Memory of the target's cache, into which rows are written as they are computed.
 
-    numpy writes where MLX will read, in the target's own type, so that nothing is left to
-    convert or to copy when the prompt ends.
+    numpy writes where MLX will read, in the target's own type, so that nothing is left to convert
+    or copy when the prompt ends.
     """
 
     def __init__(self, length: int, dtype: mx.Dtype) -> None:
-        """For a prompt of so many tokens; the first rows tell how many layers and heads."""
+        """Prepare for a prompt of `length` tokens; the first rows set layers and heads."""
         self._length = length
         self._dtype = dtype
-        # The buffer protocol knows no bfloat16: its bits are written.
+        # The buffer protocol has no bfloat16: its bits are written.
         self._stored = mx.uint16 if dtype == mx.bfloat16 else dtype
         self._buffers: list[tuple[mx.array, mx.array]] = []
         self._views: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         self._filled = 0
 
     def write(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-        """The next tokens' rows, [layers, heads, tokens, size] each."""
+        """Write the next tokens' rows, [layers, heads, tokens, size] each."""
         if not self._buffers:
             self._allocate(keys.shape)
         rows = slice(self._filled, self._filled + keys.shape[2])
@@ -73,8 +73,8 @@ class KVInjection:
         self._filled = rows.stop
 
     def hand_over(self, state: SequenceState) -> None:
-        """Make this the beginning of an empty state."""
-        self._views = []  # MLX writes in place only what nobody else holds
+        """Make this the start of an empty state."""
+        self._views = []  # MLX writes in place only if no other reference exists
         buffers, self._buffers = self._buffers, []
         if self._stored != self._dtype:
             buffers = [(keys.view(self._dtype), values.view(self._dtype))
@@ -82,7 +82,7 @@ class KVInjection:
         state.take(buffers, self._filled)
 
     def _convert(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """All layers at once: numpy converts slowly while it scatters."""
+        """Convert all layers at once: numpy converts slowly while it scatters."""
         if self._dtype == mx.bfloat16:
             return _bfloat16(rows)
         return rows.astype(np.float16 if self._dtype == mx.float16 else np.float32, copy=False)
@@ -101,7 +101,7 @@ class KVInjection:
 
 
 def _bfloat16(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """The bits of finite numbers rounded to bfloat16, ties to even."""
+    """Return the bits of finite numbers rounded to bfloat16, ties to even."""
     bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(
         np.uint16
@@ -114,21 +114,20 @@ Times = dict[int, tuple[float, float]]
 
 
 class PrefillChoice:
-    """For which prompts the other way is the faster one."""
+    """The prompts for which the other device is faster."""
 
     def __init__(self, longest: int, times: Times) -> None:
-        """From what was measured, in rising order; longer prompts than `longest` do not fit."""
+        """Store measurements in ascending order; prompts longer than `longest` do not fit."""
         self._longest = min(longest, max(times))
         self._lengths = [0, *times]
         self._here = [0.0, *(own for own, _ in times.values())]
         self._there = [other for _, other in times.values()]
 
     def prefers_external(self, length: int) -> bool:
-        """Return whether a prompt of this length should be computed on the other device.
+        """Return True if a prompt of this length should be computed on the other device.
 
-        Between two measured lengths the other way, which computes whole chunks, is taken to need
-        what it needed for the longer one, and the target's own way its share: if that errs, it
-        errs towards the target's own.
+        Between two measured lengths the other device, which computes whole chunks, is assumed to
+        take as long as for the longer one, and the target a linear share: errors favour the target.
         """
         if not 0 < length <= self._longest:
             return False
@@ -153,7 +152,7 @@ class ExternalPrefill:
         self._other = other
         self._dtype = kv_dtype(module, make_state)
         self.times: Times = {}
-        """What was measured."""
+        """The measurements."""
         if whenever_it_fits:
             self._choice = always(other.slots)
             return
@@ -168,7 +167,7 @@ class ExternalPrefill:
             )
 
     def fill(self, state: SequenceState, held: Tokens, tokens: Tokens) -> Generator[None]:
-        """Fill an empty state with a prompt, if that is the better way; notes it in `held`."""
+        """Fill an empty state with a prompt if that is faster; appends its tokens to `held`."""
         if state.length or not self._choice.prefers_external(len(tokens)):
             return
         landing = KVInjection(len(tokens), self._dtype)
@@ -194,7 +193,7 @@ class ExternalPrefill:
 
 
 def kv_dtype(module: Any, make_state: Callable[[], SequenceState]) -> mx.Dtype:
-    """The type of the target's own keys: a forward of one token tells."""
+    """Return the type of the target's own keys, from a forward pass of one token."""
     state = make_state()
     state.append(1, whole=True)
     module(mx.zeros((1, 1), mx.int32), cache=state.caches)
@@ -205,7 +204,7 @@ def kv_dtype(module: Any, make_state: Callable[[], SequenceState]) -> mx.Dtype:
 
 
 def always(longest: int) -> PrefillChoice:
-    """Every prompt that fits goes to the other device; for tests and comparisons."""
+    """Send every prompt that fits to the other device; for tests and comparisons."""
     return PrefillChoice(longest, {longest: (1.0, 0.0)})
 
 
@@ -215,11 +214,11 @@ def measure_times(
     longest: int,
     budget_s: float = _BUDGET_S,
 ) -> Times:
-    """Time both ways at doubling lengths; the better of two runs counts.
+    """Time both devices at doubling lengths; the better of two runs counts.
 
-    Where the other way takes `_CLEARLY` times as long as the target's own, one run of each will
-    do; not where it seems to win, as the target's own first run may have compiled its kernels.
-    Once the budget is spent, or the next length would overspend it, longer prompts stay here.
+    Where the other device takes `_CLEARLY` times as long as the target, one run of each suffices;
+    not where it seems to win, as the target's first run may have compiled its kernels. Once the
+    budget is spent, or the next length would exceed it, longer prompts stay here.
     """
     lengths = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
     times: Times = {}

@@ -1,4 +1,4 @@
-"""Forward passes that wait for each other: who needs one first runs it, with all that wait."""
+"""Forward passes shared by waiting sequences: the first to need its result runs it for all."""
 
 import logging
 import time
@@ -28,7 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 def most_rows() -> int:
-    """Tokens of a shared pass. On a CPU the kernel for few rows ends here (`mlx.blas`)."""
+    """Return the most tokens of a shared pass.
+
+    On a CPU the kernel for few rows ends here (`mlx.blas`).
+    """
     return 16 if compute_unit() == "cpu" else 64
 
 
@@ -40,28 +43,29 @@ class ForwardPass:
     sequences: int
     started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
-    """Seconds that the model was idle before; for whoever keeps the times."""
+    """Seconds that the model was idle before, for statistics."""
     ended: float = 0.0
-    """When its first result was there; likewise."""
+    """Time of its first result, for statistics."""
     logits: mx.array | None = None
-    """[rows, vocabulary] of a shared pass, until the likeliest tokens are known."""
+    """[rows, vocabulary] of a shared pass, until the likeliest tokens are chosen."""
     features: ReadRows | None = None
-    """[rows or more, width] of what is read of the model beside its logits, in the making."""
+    """[rows or more, width] of the states read from the model, lazy."""
     _choice: mx.array | None = None
     _best: npt.NDArray[np.int32] | None = None
 
     def choose(self) -> mx.array:
-        """The likeliest token after each row, in the making, negative if a logit is NaN."""
+        """Return the argmax token after each row, lazy, negative if a logit is NaN."""
         if self._choice is None:
             if self.logits is None:
-                raise RuntimeError("a pass of one sequence has no common choice")
+                raise RuntimeError("a pass of one sequence has no shared choice of tokens")
             self._choice = device.begin(self.logits, [], Sampling())
         return self._choice
 
     def best(self, rows: slice) -> npt.NDArray[np.int32]:
-        """Tokens that `choose` picked for these rows.
+        """Return the tokens that `choose` picked for these rows.
 
-        Of all rows at once: each sequence's own way to the host would cost a launch and a wait.
+        All rows are fetched at once: a separate transfer per sequence would cost a launch and a
+        wait.
         """
         chosen: Any = self._best
         if chosen is None:
@@ -78,49 +82,49 @@ class BatchRequest:
     tokens: Tokens
     state: SequenceState
     begin: Callable[[], Tokens]
-    """Begins the pass on the state, right before it; gives what is fed before the tokens."""
+    """Begins the pass on the state, right before it runs; returns the tokens fed before these."""
     inputs: Callable[[], mx.array] | None = None
-    """After `begin`, what the model takes beside the tokens: [1, tokens, width] `states`."""
+    """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
     row: int = 0
     """The first of these in its pass."""
     features: ReadRows | None = None
-    """[tokens, width] of what is read of the model beside its logits, lazy."""
+    """[tokens, width] of the states read from the model, lazy."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
-    """The likeliest tokens, where they are found for all sequences of a pass at once."""
+    """The argmax tokens, where they are computed for all sequences of a pass at once."""
     by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
     error: Exception | None = None
 
     @property
     def is_computed(self) -> bool:
-        """True if the pass that it was part of was run, or failed."""
+        """True if its pass has run or failed."""
         return self.logits is not None or self.error is not None
 
 
 class TracedPass(Protocol):
-    """Runs passes of shapes that are traced."""
+    """Runs passes of traced shapes."""
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return whether the store's current frame is of such a shape.
+        """Return True if the store's current frame has such a shape.
 
         Args:
             store: of the sequence.
-            ahead: whether the pass begins behind one that is under way.
+            ahead: True if the pass starts while another one is running.
         """
         ...
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """[1, n, head] logits of [1, n] tokens, lazy; they are the current frame's."""
+        """Compute lazy logits [1, n, head] of the current frame, [1, n] tokens."""
         ...
 
 
 class Batcher:
-    """Collects what sequences ask of a model, and runs it in as few passes as allowed.
+    """Collects the tokens that sequences submit, and runs them in as few passes as allowed.
 
-    A pass has at most `most_rows` tokens, unless a single sequence asks for more. `traced`
-    runs the passes of one sequence that it serves. `read` returns what was read of the model in
-    its last pass, None if nothing is. `memory` refuses passes that do not fit.
+    A pass has at most `most_rows` tokens, unless a single sequence submits more. `traced` runs the
+    passes of one sequence that it serves. `read` returns the states read in the last pass, None if
+    there are none. `memory` refuses passes that do not fit.
     """
 
     def __init__(
@@ -134,11 +138,15 @@ class Batcher:
         self._model = model
         self._memory = memory
         self.table: SlotTable | None = None
-        """Of the slots of sequences that share passes, where one attention serves all of them."""
+        """Slot table of sequences that share passes, where one attention kernel serves all of
+        them.
+        """
         self.fills = False
-        """Whether the passes are over prompts, which a table takes alone, too, if they suit it."""
+        """True if the passes are over prompts, which a table also takes alone, if they suit it."""
         self.one_graph = False
-        """Whether MLX makes one graph of what it is given at once, so that passes go in pieces."""
+        """True if MLX builds one graph of everything submitted at once, so that passes go in
+        pieces.
+        """
         self._read = read
         self.traced = traced
         self.most_rows = most_rows
@@ -151,20 +159,20 @@ class Batcher:
         begin: Callable[[], Tokens],
         inputs: Callable[[], mx.array] | None = None,
     ) -> BatchRequest:
-        """Note that a sequence wants these tokens computed; nothing happens yet."""
+        """Queue a sequence's tokens; nothing runs yet."""
         asked = BatchRequest(tokens, state, begin, inputs)
         self._waiting.append(asked)
         return asked
 
     def withdraw(self, asked: BatchRequest) -> None:
-        """It is not wanted any more; fine if it has been computed."""
+        """Drop a request; no effect if it has been computed."""
         if asked in self._waiting:
             self._waiting.remove(asked)
 
     def result(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
-        """Its logits and pass; unless another one took it along, computed now with what waits.
+        """Return a request's logits and pass; run it with all waiting ones if necessary.
 
-        Raises whatever the model raises on these tokens.
+        Raises any error of the model for these tokens.
         """
         if not asked.is_computed:
             self._run(self._with_company(asked))
@@ -176,18 +184,18 @@ class Batcher:
 
     @property
     def has_waiting(self) -> bool:
-        """True if anything was submitted that is not computed yet."""
+        """True if a submitted request is not computed yet."""
         return bool(self._waiting)
 
     def begin(
         self, tokens: mx.array, states: Sequence[SequenceState], under_way: Sequence[int]
     ) -> tuple[mx.array, ForwardPass]:
-        """Build a pass over one token of each of these, behind others that are under way.
+        """Build a pass over one token of each sequence, after others that are running.
 
         Args:
-            tokens: [sequences], in the making.
-            states: without the tokens that are under way; they end with all of them.
-            under_way: how many of each these are.
+            tokens: [sequences], lazy.
+            states: without the tokens of running passes; they end with all of them.
+            under_way: number of such tokens of each.
         """
         if self._memory is not None:
             self._memory.check(
@@ -203,7 +211,7 @@ class Batcher:
     def begin_alone(
         self, token: mx.array, state: SequenceState
     ) -> tuple[mx.array, ReadRows | None]:
-        """Build a pass over one token of a sequence; it is the state's current frame.
+        """Build a pass over one token of a sequence, the state's current frame.
 
         Returns:
             [1, head] logits and [1, width] features, None if nothing is read; both lazy.
@@ -225,7 +233,7 @@ class Batcher:
         lengths = [asked.state.length for asked in asks]
         try:
             self._forward(asks)
-        # A sequence that the model cannot take must not take the others down.
+        # A sequence that the model cannot take must not fail the others.
         except Exception as error:  # noqa: BLE001
             if self.table is not None:
                 self.table.give_up_pass()
@@ -252,8 +260,8 @@ class Batcher:
                 inputs.append(asked.inputs())
         now = ForwardPass(len(row), len(asks))
         states = [asked.state for asked in asks]
-        beside = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
-        logits, now.features = self._build(mx.array(row)[None], states, beside)
+        extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
+        logits, now.features = self._build(mx.array(row)[None], states, extra)
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
             asked.logits, asked.by, asked.row = logits[rows], now, rows.start
@@ -265,15 +273,15 @@ class Batcher:
         self,
         row: mx.array,
         states: list[SequenceState],
-        beside: dict[str, mx.array],
+        extra: dict[str, mx.array],
         *,
         ahead: bool = False,
     ) -> tuple[mx.array, ReadRows | None]:
-        """[rows, head] logits of a pass and [rows or more, width] features, lazy.
+        """Return lazy [rows, head] logits of a pass and [rows or more, width] features.
 
-        Who asks for the logits has the features computed in the same go: they are sent first.
+        Evaluating the logits evaluates the features as well: they are submitted first.
         """
-        logits = self._call(row, states, beside, ahead=ahead)[0]
+        logits = self._call(row, states, extra, ahead=ahead)[0]
         if self.one_graph and not ahead and isinstance(states[0], KVStore | LayeredState):
             split = compute_in_pieces if self.fills else launch_in_pieces
             split(states[0].milestones)
@@ -286,7 +294,7 @@ class Batcher:
         self,
         row: mx.array,
         states: list[SequenceState],
-        beside: dict[str, mx.array],
+        extra: dict[str, mx.array],
         *,
         ahead: bool,
     ) -> mx.array:
@@ -294,21 +302,21 @@ class Batcher:
         if isinstance(state, BranchingState) and state.is_batched:
             batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
             return batch.swapaxes(0, 1)
-        if (seated := self._run_at_table(row, states, beside)) is not None:
+        if (seated := self._run_at_table(row, states, extra)) is not None:
             return seated
         if len(states) > 1:
             with pack_pass(states, in_batches=batches_recurrences()) as caches:
-                logits: mx.array = self._model(row, cache=caches, **beside)
+                logits: mx.array = self._model(row, cache=caches, **extra)
         elif (replayed := self._replay(row, state, ahead=ahead)) is not None:
             logits = replayed
         else:
-            logits = self._model(row, cache=state.caches, **beside)
+            logits = self._model(row, cache=state.caches, **extra)
             if self.table is not None:
                 self.table.drop_if_empty()
         return logits
 
     def _replay(self, row: mx.array, state: SequenceState, *, ahead: bool) -> mx.array | None:
-        """The logits of a sequence's current frame, if a trace serves it."""
+        """Return the logits of a sequence's current frame, if a trace serves it."""
         if self.traced is None or not isinstance(state, KVStore):
             return None
         if not self.traced.serves(state, ahead=ahead):
@@ -316,11 +324,11 @@ class Batcher:
         return self.traced(row, state, ahead=ahead)
 
     def _run_at_table(
-        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+        self, row: mx.array, states: list[SequenceState], extra: dict[str, mx.array]
     ) -> mx.array | None:
-        """The logits, if the table is for such a pass."""
+        """Return the logits, if the table supports such a pass."""
         stores = [state for state in states if isinstance(state, KVStore)]
-        if self.table is None or beside or len(stores) < len(states):
+        if self.table is None or extra or len(stores) < len(states):
             return None
         if self.fills:
             suits = self.table.suits_prompts(stores)

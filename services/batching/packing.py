@@ -1,11 +1,10 @@
-"""Several sequences in one flat row of tokens: attention and recurrences part by part.
+"""Several sequences in one flat row of tokens, with attention and recurrences per sequence.
 
-To the linear layers a row is one matrix, so the weights are read once for all sequences.
-A `PackedCache` stands for one layer's caches of all sequences: it hands the model `PackedKV`
-instead of arrays, which models pass on untouched to mlx-lm's attention function. Ours, in
-its place, attends each part to its own keys with its own mask, in the shapes that it has
-alone. A model that treats keys in a way of its own fails on `PackedKV`, and is found out by
-`supports_packing`.
+Linear layers see the row as one matrix, so the weights are read once for all sequences. A
+`PackedCache` represents one layer's caches of all sequences: it gives the model `PackedKV` instead
+of arrays, which models pass on untouched to mlx-lm's attention function. Our replacement for that
+function attends each part to its own keys with its own mask, in the shapes that it has alone. A
+model that handles keys differently fails on `PackedKV`, which `supports_packing` detects.
 """
 
 import contextlib
@@ -42,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 _NAME = "scaled_dot_product_attention"
 _TOLERANCE = 0.05
-"""Relative difference of the logits in the trial; half precision rounds coarsely."""
+"""Relative difference of the logits in the test; half precision rounds coarsely."""
 
 
 class PackedCache:
-    """One layer's caches of all sequences in a row; what mlx-lm takes for a KV cache."""
+    """One layer's caches of all sequences in a row, in the form of an mlx-lm KV cache."""
 
     def __init__(self, caches: Sequence[Any], borders: list[int], offset: mx.array) -> None:
         self._caches = caches
@@ -56,13 +55,13 @@ class PackedCache:
 
     @property
     def stores(self) -> list[KVStore]:
-        """The sequences of the row, in its order."""
+        """The sequences of the row, in order."""
         return [store for cache in self._caches for store in cache.stores]
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> PackedKV:
-        """The mask of each part; `n` is the number of tokens in the row."""
+        """Return the mask of each part; `n` is the number of tokens in the row."""
         ends = [*self._borders, n]
         counts = np.diff([0, *ends])
         masks = [
@@ -93,12 +92,12 @@ class PackedCache:
 
 
 def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = None) -> list[Any]:
-    """The caches for one forward over the passes of these sequences, laid end to end.
+    """Pack the caches for one forward over the passes of these sequences, concatenated.
 
-    Layers with recurrent states need the `shared` pass, which must then be in work.
+    Layers with recurrent states need the `shared` pass, which must be the current one.
 
     Raises:
-        TypeError: a layer has a recurrent state that cannot be replayed.
+        TypeError: a layer has a recurrent state that cannot be recomputed.
     """
     positions = [state.positions for state in states]
     borders = [int(end) for end in np.cumsum([len(rows) for rows in positions])[:-1]]
@@ -119,14 +118,17 @@ def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = Non
 
 
 def batches_recurrences() -> bool:
-    """Return whether recurrences of equal length are one batch here: MLX has no kernel for
-    them on CUDA, and each of its steps is a few launches. On a CPU the copies cost more."""
+    """Return True if recurrences of equal length form one batch here.
+
+    MLX has no kernel for them on CUDA, and each of its steps is a few launches. On a CPU the copies
+    cost more.
+    """
     return compute_unit() == "cuda"
 
 
 @contextlib.contextmanager
 def pack_pass(states: Sequence[SequenceState], *, in_batches: bool) -> Iterator[list[Any]]:
-    """The caches for one forward over the passes of these sequences, inside this context.
+    """Pack the caches for one forward over the passes of these sequences, inside this context.
 
     `in_batches`: see `SharedPass`.
     """
@@ -143,7 +145,7 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
     if not any(type(cache) is ArraysCache for cache in flatten_caches(first.caches)):
         return []
     if not isinstance(first, LayeredState) or first.replay is None:
-        raise TypeError("recurrent states of an unknown kind take no company")
+        raise TypeError("recurrent states of an unknown kind cannot share a pass")
     return first.replay.sources
 
 
@@ -155,7 +157,7 @@ _KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
 
 
 def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's attention, which also takes `PackedKV`."""
+    """Wrap mlx-lm's attention to also take `PackedKV`."""
 
     @wraps(attend)
     def attention(  # noqa: PLR0917  # mlx-lm's signature
@@ -192,9 +194,9 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's attention, by a kernel of ours where there is one and the call is of its kind.
+    """Compute mlx-lm's attention, by our own kernel if there is one for this call.
 
-    Without a cache this may be a step of training, which needs gradients.
+    Without a cache this may be a training step, which needs gradients.
     """
     unit = compute_unit()
     plain = sinks is None and not hasattr(cache, "bits")
@@ -229,7 +231,7 @@ def enable_packing(model: nn.Module) -> None:
 
 
 def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> bool:
-    """Return whether two sequences in one row get the logits that each gets alone: tried out."""
+    """Test whether two sequences in one row get the logits that each gets alone."""
     try:
         enable_packing(model)
         alone = _try_passes(model, make_state, flat=False)
@@ -245,15 +247,15 @@ def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> boo
 def find_table(
     model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
 ) -> SlotTable | None:
-    """A table at which two sequences get the logits that each gets alone: tried out.
+    """Return a table in which two sequences get the logits that each gets alone, after a test.
 
-    `enable_packing` has been called.
+    `enable_packing` must have been called.
     """
     table = SlotTable(attend)
     try:
         alone = _try_passes(model, make_state, flat=False)
         seated = _try_passes(model, make_state, flat=True, table=table)
-    # Whatever a model does with keys that are not arrays, or a kernel that does not compile.
+    # Models may do anything with keys that are not arrays, and a kernel may not compile.
     except Exception as error:  # noqa: BLE001
         _log.info("shared passes of this model attend sequence by sequence: %s", error)
         return None
@@ -271,14 +273,14 @@ def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> bool:
         rows = _try_tree(model, make_state(), tree)
         ends = [_try_tree(model, make_state(), tree.keep(tree.path(row)))[-1] for row in (3, 4)]
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
-        return False  # positions or masks in a form of its own
+        return False  # its own form of positions or masks
     alone, flat = mx.stack(ends), rows[3:]
     distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
     return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
 
 
 def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> mx.array:
-    """[rows, vocabulary] logits of a tree after four tokens."""
+    """Return [rows, vocabulary] logits of a tree after four tokens."""
     state.append(4)
     model(mx.array([[1, 2, 3, 4]]), cache=state.caches)
     state.commit(4)
@@ -294,10 +296,10 @@ def _try_passes(
     flat: bool,
     table: SlotTable | None = None,
 ) -> mx.array:
-    """[7, vocabulary] logits of two sequences that share a pass, or do not.
+    """Return [7, vocabulary] logits of two sequences that share a pass, or do not.
 
-    Of three tokens after four others, and of the first two of a text; then, as one token of
-    each is rejected, of the next one of each.
+    They are for three tokens after four others, and for the first two of a text; then, after one
+    token of each is rejected, for the next one of each.
     """
     first, second = make_state(), make_state()
     first.append(4)

@@ -1,8 +1,8 @@
-"""Memory of a pass, estimated before it begins and compared with what is left.
+"""Memory of a pass, estimated in advance and compared with the free memory.
 
-MLX's CPU backend does not survive an allocation that fails, and the kernel ends a process that
-takes more than its control group may. So a pass that would is refused: its request fails, and
-the others go on.
+MLX's CPU backend does not survive a failed allocation, and the kernel kills a process that exceeds
+its control group's limit. A pass that would exceed it is refused: its request fails, and the others
+continue.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,46 +22,48 @@ from services.mlx.loader import compute_unit
 from services.mlx.tracing.traced_slots import round_to_largest
 
 _RESERVE = 128 << 20
-"""For what libraries take by themselves: MKL's buffers, threads' stacks and heaps."""
+"""Memory allocated by libraries: MKL's buffers, threads' stacks and heaps."""
 _FEW_ROWS = 64
-"""A pass of so few tokens that needs no new buffers is not worth the reckoning."""
+"""A pass of at most this many tokens that needs no new buffers is not estimated."""
 _FEW_BYTES = 32 << 20
-"""Nor are states of so few bytes."""
+"""Nor are states of at most this many bytes."""
 _MORE_ROWS = 8
-"""For which a recurrent layer holds states while others are under way."""
+"""Rows for which a recurrent layer holds states while others are being computed."""
 _MORE_ROWS_ON_CUDA = 64
-"""The same where they are held until the kernels of a graph are done."""
+"""The same where they are held until the kernels of a graph have finished."""
 _AT_ONCE = 3
-"""Layers of arrays that are alive at the same time: MLX works ahead of what is computed."""
+"""Layers whose arrays are alive at the same time: MLX works ahead of evaluation."""
 _CUDA_ARRAYS = 4
-"""On CUDA, times what all layers' matrices compute: MLX keeps what a kernel has read until the
-kernels of its graph are done, graphs wait in a row, and products have workspaces. On an H100 it
-was 3.4 to 4.3 times with three layers, 1.6 to 1.9 with thirty."""
+"""Factor on CUDA for the output of all layers' matrices.
+
+MLX keeps a kernel's inputs until the kernels of its graph are done, graphs are queued, and products
+have workspaces. On an H100 it was 3.4 to 4.3 times with three layers, 1.6 to 1.9 with thirty.
+"""
 _CUDA_ROUNDING = 1 << 20
-"""Of a layer's arrays on CUDA: each takes whole pieces of 16 kB."""
+"""Per layer's arrays on CUDA: each takes whole pieces of 16 kB."""
 _BYTES = 4
 _MOST_EXPERTS = 8
-"""That one token chooses."""
+"""Most experts chosen by one token."""
 _MB = 1e6
 
 
 class Held(Protocol):
-    """Memory figures that a state must offer."""
+    """The memory figures of a state."""
 
     @property
     def length(self) -> int:
-        """Tokens that it holds."""
+        """Number of tokens that it holds."""
         ...
 
 
 class PassMemory:
-    """Reckons what passes of one model take.
+    """Estimates the memory of one model's passes.
 
     Args:
         model: an mlx-lm model.
         kv: size of a sequence's state.
-        release: gives up something that is kept for later; False if nothing is left.
-        logits: whether the rows' logits are computed, and drafts among them may be rejected.
+        release: frees something from a cache; False if nothing is left.
+        logits: True if the rows' logits are computed, and drafts among them may be rejected.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class PassMemory:
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
-        """The most tokens, `rows` or fewer but not below `least`, of a pass that fits.
+        """Return the most tokens of a pass that fits: at most `rows`, at least `least`.
 
         Raises:
-            OutOfMemory: not even a pass of `least` tokens does.
+            OutOfMemory: not even a pass of `least` tokens fits.
         """
         while rows > least and not self._fits(self._count_bytes([(state, rows)])):
             rows = max(least, rows // 2)
@@ -95,12 +97,12 @@ class PassMemory:
         return rows
 
     def check(self, asked: Sequence[tuple[Held, int]]) -> None:
-        """Raises OutOfMemory if one pass over so many new tokens of these states does not fit."""
+        """Raise OutOfMemory if one pass over these numbers of new tokens does not fit."""
         rows = sum(count for _, count in asked)
         if rows <= _FEW_ROWS and not any(map(self._count_growth, *zip(*asked, strict=True))):
             scratch = sum(self._count_states(count) for _, count in asked)
             scratch += self._count_parts(asked)
-            # Of what MLX keeps, the last pass over as many tokens had its own.
+            # MLX's cache includes the arrays of the last pass over as many tokens.
             if scratch <= max(_FEW_BYTES, mx.get_cache_memory()):
                 return
         needed = self._count_bytes(asked)
@@ -108,14 +110,14 @@ class PassMemory:
             raise _refuse(f"a pass over {rows} tokens", needed)
 
     def check_prompt(self, held: int, tokens: int) -> None:
-        """Raises OutOfMemory if a prompt of so many tokens does not fit, of which some are held."""
-        # A checkpoint at its end holds what is not in slots once more.
+        """Raise OutOfMemory if a prompt of `tokens` tokens, `held` of them held, does not fit."""
+        # A checkpoint at its end copies everything that is not in slots.
         needed = self._count_slots(tokens) * self._kv.per_token + 2 * self._kv.fixed + _RESERVE
         if held < tokens and not self._fits(needed):
             raise _refuse(f"a prompt of {tokens} tokens", needed)
 
     def _fits(self, needed: int) -> bool:
-        """Return whether that much memory is left, giving up what is kept for later if need be."""
+        """Return True if that much memory is left, dropping cached states if necessary."""
         if needed <= free_for_mlx().bytes:
             return True
         give_back()
@@ -126,24 +128,26 @@ class PassMemory:
         return True
 
     def _count_growth(self, state: Held, rows: int) -> int:
-        """Bytes that are added to the state; a checkpoint may hold what was there before."""
+        """Return the bytes added to the state; a checkpoint may hold the old buffers."""
         slots = self._count_slots(state.length + rows) - self._count_slots(state.length)
         anew = not state.length or rows > _FEW_ROWS
         return slots * self._kv.per_token + (self._kv.fixed if anew else 0)
 
     def _count_states(self, rows: int) -> int:
-        """Bytes that a pass over so many tokens takes for recurrent states until it is over."""
+        """Return the bytes that a pass over `rows` tokens needs for recurrent states until it
+        ends.
+        """
         size = self._kv.passes
         kept = rows if self._rejects and rows <= size.most_kept else 0
         own, held = size.per_row * (rows + self._more_rows), self._held_per_row * rows
         return size.states * (1 + kept) + max(own, held)
 
     def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:
-        """Bytes of what the parts of a long attention find, of all layers, until it is merged."""
+        """Return the bytes of a long attention's partial results over all layers."""
         rows, is_shared = sum(rows for _, rows in asked), len(asked) > 1
         longest = max(self._count_slots(state.length + rows) for state, rows in asked)
         parts = count_parts(longest)
-        # Those of longer shared passes are MLX's to attend, or over texts of few parts.
+        # Longer shared passes use MLX's attention, or texts with few parts.
         if parts < 2 or rows > (_FEW_ROWS if is_shared else MOST_ROWS):
             return 0
         return parts * (round_rows(rows) if is_shared else rows) * self._part_bytes
@@ -168,7 +172,7 @@ def _refuse(what: str, needed: int) -> OutOfMemory:
 
 
 def _count_row(model: Any) -> int:
-    """Bytes that the layers take for one token of a pass."""
+    """Return the bytes that the layers need for one token of a pass."""
     outputs = list(map(_count_outputs, model.layers))
     if compute_unit() != "cuda":
         return _AT_ONCE * _BYTES * max(outputs, default=0)
@@ -177,7 +181,9 @@ def _count_row(model: Any) -> int:
 
 
 def _count_outputs(layer: nn.Module) -> int:
-    """Numbers that a layer computes for one token; of its experts, those that one may choose."""
+    """Return the numbers that a layer computes for one token; of its experts, those one may
+    choose.
+    """
     total = 0
     for name, array in _weights(layer):
         if name.endswith("weight") and array.ndim == 2:  # a matrix
@@ -188,12 +194,12 @@ def _count_outputs(layer: nn.Module) -> int:
 
 
 def _count_head(model: Any) -> int:
-    """Numbers that the head computes for one token."""
+    """Return the numbers that the head computes for one token."""
     return max((array.shape[0] for _, array in _weights(model) if array.ndim == 2), default=0)
 
 
 def _count_heads(model: Any) -> int:
-    """Attention heads of a layer; many, if its layers do not say."""
+    """Return the attention heads of a layer; many if its layers do not say."""
     counts = [
         count
         for _, module in model.named_modules()
@@ -204,7 +210,7 @@ def _count_heads(model: Any) -> int:
 
 
 def _count_queries(model: Any) -> int:
-    """Numbers of a token's queries in a layer, and two more of each head: a maximum and a sum."""
+    """Return the numbers of a token's queries in a layer, and a maximum and a sum per head."""
     widths = [
         array.shape[0]
         for layer in model.layers

@@ -1,16 +1,19 @@
-"""Whose prompt is computed next: the shortest remaining one, with ageing.
+"""Order of prompts: the shortest remaining one first, with ageing.
 
-Decided again before every chunk, so that a short prompt does not wait for a long one. A prompt
-that has waited four times as long as it still needs goes before any other: none waits for ever.
+The order is decided again before every chunk, so that a short prompt does not wait for a long one.
+A prompt that has waited four times as long as it still needs goes before any other: none waits for
+ever.
 """
 
 from dataclasses import dataclass
 
 _TOKENS_PER_S = 500.0
-"""Of a model that has not been measured; only the order of prompts depends on it."""
+"""Default speed of a model that has not been measured; only the order depends on it."""
 _AGEING = 0.25
-"""What a second of waiting is worth, in seconds of work. Less than 1: of two equal prompts the
-one in work is finished first."""
+"""Seconds of work that a second of waiting counts for.
+
+It is less than 1, so that of two equal prompts the one in progress is finished first.
+"""
 
 
 @dataclass
@@ -22,22 +25,22 @@ class _Waiting:
 
 
 class PrefillOrder:
-    """The prompts in work; times in seconds of a monotonic clock."""
+    """The prompts in progress; times in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
         self._tokens_per_s = _TOKENS_PER_S
 
     def add(self, number: int, tokens: int, now: float) -> None:
-        """A sequence has so many tokens to compute."""
+        """Add a sequence with `tokens` tokens to compute."""
         self._waiting[number] = _Waiting(tokens, now)
 
     def remove(self, number: int) -> None:
-        """It is done, or not wanted any more."""
+        """Remove a finished or cancelled sequence."""
         self._waiting.pop(number, None)
 
     def on_chunk(self, number: int, tokens: int, seconds: float) -> None:
-        """So many of its tokens were computed, in a pass that took so long."""
+        """Record a computed chunk of `tokens` tokens and the duration of its pass."""
         one = self._waiting[number]
         one.tokens -= tokens
         one.served_s += seconds
@@ -45,9 +48,9 @@ class PrefillOrder:
             self._tokens_per_s = tokens / seconds
 
     def may_go(self, number: int, room: int, now: float) -> bool:
-        """Return whether it may have a part of the next pass, which takes `room` tokens.
+        """Return True if it may use part of the next pass, which takes `room` tokens.
 
-        Those before it in the order come first; what they leave is for others.
+        Sequences before it in the order come first; the room they leave is for others.
         """
         for other in sorted(self._waiting, key=lambda one: self._key(one, now)):
             if other == number:

@@ -1,13 +1,12 @@
-"""Keys and values of the sequences of shared passes in one buffer a layer: one attention for all.
+"""Keys and values of sequences in shared passes in one buffer per layer: one attention for all.
 
-Sequence by sequence, a shared pass costs the host as many launches as there are sequences in
-it. Here each sequence has a seat, a run of slots of a common buffer; a pass writes all its
-rows at once, and one kernel attends them, each to the slots of its own seat. Who comes is
-copied to its seat when it first shares a pass, unless its prompt is computed there, and back
-when something else is done with its slots; others are not touched, unless the table has to
-grow, which doubles it.
+Computed sequence by sequence, a shared pass costs the host as many launches as it has sequences.
+Here each sequence has a seat, a run of slots of a common buffer; a pass writes all its rows at
+once, and one kernel attends each to the slots of its own seat. A sequence is copied to its seat
+when it first shares a pass, unless its prompt is computed there, and back when anything else uses
+its slots; others are not touched, unless the table has to grow, which doubles it.
 
-Passes are filled up to one of a few sizes, which are computed at load (`round_rows`).
+Passes are padded to one of a few sizes, which are computed at load (`round_rows`).
 """
 
 import logging
@@ -33,26 +32,27 @@ from services.mlx.tracing.traced_forward import FeatureReader
 _log = logging.getLogger(__name__)
 
 _FEWEST_SEATS, _MOST_SEATS = 4, 32
-"""Of a table at its beginning: as many as `_KEPT_BYTES` allow."""
+"""Seats of a new table: as many as `_KEPT_BYTES` allow, within these bounds."""
 _KEPT_BYTES = 1 << 29
-"""A table of so much memory stays when nobody sits there: it need not grow again."""
+"""A table of at most this size is kept when empty, so that it need not grow again."""
 _SPARE_SLOTS = 256
-"""Room for tokens to come, so that the table seldom grows."""
+"""Room for new tokens, so that the table seldom grows."""
 _FILLER = ROWS_STEP
-"""Slots in front of the seats, for the rows that a pass is filled up with."""
+"""Slots before the seats, for the rows that pad a pass."""
 _WARM_PASSES = (2, 4, 8, 16, 32, 64)
 _WARM_PROMPTS = (128, 256, 384, 512)
 _WARM_TIMES = 2
-"""The first pass also copies, and what it hands to a GPU at once is cut elsewhere."""
+"""The first pass also copies, and its graphs are split differently."""
 _TRIAL_ROWS, _TRIAL_TOKENS = 16, 64
-"""Of the pass that is compared with its trace: its rows, and how many tokens differ in it."""
+"""Rows of the pass that is compared with its trace, and its number of different tokens."""
 _MOST_PROMPT_BYTES = 1 << 28
-"""Keys and values that the prompts of a pass may see in one layer, counted for each token that
-sees them: every row reads them for itself, which MLX's own attention does not."""
+"""Keys and values that the prompts of a pass may read in one layer, counted for each token that
+reads them: every row reads them separately, unlike in MLX's own attention.
+"""
 
 
 class _Kind(NamedTuple):
-    """Keys or values of one layer: shape and type for each token."""
+    """Keys or values of one layer: shape and type per token."""
 
     heads: int
     size: int
@@ -67,7 +67,7 @@ class Seat:
         self.index = index
 
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
-        """Give the seat up; [1, heads, slots, size] of at least the first `length` slots."""
+        """Give the seat up; return [1, heads, slots, size] of at least the first `length` slots."""
         return self._table.copy_out(self.index, length)
 
     def move(self, slots: mx.array, to: int) -> None:
@@ -76,16 +76,16 @@ class Seat:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
+        """Return one array per layer that is computed once the pass has stored its rows."""
         return self._table.milestones
 
     def evaluate(self) -> None:
-        """Compute what has been stored so far."""
+        """Evaluate what has been stored."""
         self._table.evaluate()
 
 
 class SlotTable:
-    """One buffer of keys and values a layer for all sequences that share passes.
+    """One buffer of keys and values per layer for all sequences that share passes.
 
     Args:
         attend: the attention of a pass.
@@ -95,18 +95,18 @@ class SlotTable:
         self._attend = attend
         self._layers: list[TableLayer] = []
         self._kinds: list[tuple[_Kind, _Kind]] = []
-        """Of the layers, once one was seen."""
+        """Kinds of the layers, once one was used."""
         self._taken: list[weakref.ref[KVStore] | None] = []
         self._slots = 0
-        """Of a seat."""
+        """Slots per seat."""
         self._traced: TracedTable | None = None
         self._written: list[mx.array] = []
-        """Of each layer, what is there when the last pass has written its rows in place."""
+        """Per layer, an array that is computed once the last pass has written its rows in place."""
 
     def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
-        """[1, rows, head] logits of the passes of these, laid end to end; lazy.
+        """Return lazy [1, rows, head] logits of the passes of these, concatenated.
 
-        None if nothing is stored yet from which the table could learn its shape.
+        Returns None if nothing is stored yet that reveals the table's shape.
         """
         is_own = self._traced is not None and self._traced.model is model
         few = row.shape[1] <= _WARM_PASSES[-1]
@@ -130,16 +130,17 @@ class SlotTable:
         return logits[:, :count] if more else logits
 
     def _finish_pass(self) -> None:
-        """Have the rows of the last pass written, should nobody have looked at what it gave."""
+        """Make sure that the rows of the last pass are written, even if its result was not used."""
         if self._written:
             launch(self._written[-1])
 
     def give_up_pass(self) -> None:
-        """Nobody wants the rows of the last pass, which failed."""
+        """Drop the rows of the last pass, which failed."""
         self._written = []
 
     def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
-        """Compute passes of each small size and some of prompts, so that nobody waits for them.
+        """Compute passes of each small size and some of prompts, so that no request waits for
+        them.
 
         Those of the small sizes are traced from then on, if that is faster here.
         """
@@ -167,12 +168,12 @@ class SlotTable:
         return logits
 
     def read(self, reader: FeatureReader) -> None:
-        """Make traces that also return the states a drafter reads."""
+        """Include the states that a drafter reads in traces."""
         if self._traced is not None:
             self._traced.read(reader)
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
-        """Return whether these passes read so little that each row may read it for itself."""
+        """Return True if these passes read so little that each row may read it separately."""
         frames = [store.frame for store in stores]
         pairs = sum(frame.count * (frame.start + (frame.count + 1) // 2) for frame in frames)
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
@@ -189,21 +190,21 @@ class SlotTable:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Arrays, one a layer, that are computed once the pass in work has stored its rows."""
+        """Return one array per layer that is computed once the pass has stored its rows."""
         return self._written or [layer.keys for layer in self._layers]
 
     def evaluate(self) -> None:
-        """Compute what all seats have stored so far."""
+        """Evaluate what all seats have stored."""
         mx.eval([[one.keys, one.values] for one in self._layers])
         if self._written:
             mx.eval(self._written)
 
     def is_shared_by(self, store: KVStore) -> bool:
-        """Return whether this sequence and another one sit here: they are about to share passes."""
+        """Return True if this and another sequence have seats: they are about to share passes."""
         return store.seat is not None and sum(map(self._sits, range(len(self._taken)))) > 1
 
     def drop_if_empty(self) -> None:
-        """Free the memory of a table in which nobody sits, if it is much."""
+        """Free an empty table's memory, if it is large."""
         if self._bytes(len(self._taken), self._slots) > _KEPT_BYTES:
             self._drop_if_empty()
 
@@ -216,15 +217,15 @@ class SlotTable:
         return seats * slots * sum(_bytes_of(*kinds) for kinds in self._kinds)
 
     def _sits(self, index: int) -> bool:
-        """Return whether this seat is taken, by a sequence that is still there."""
+        """Return True if this seat is taken by a sequence that still exists."""
         taken = self._taken[index]
         store = taken() if taken is not None else None
         return store is not None and store.seat is not None
 
     def _make_room(self, stores: Sequence[KVStore], longest: int) -> bool:
-        """Let every sequence have a seat of so many slots.
+        """Give every sequence a seat of `longest` slots.
 
-        False if no shape is known, or there is no memory for them.
+        Returns False if no shape is known, or there is not enough memory.
         """
         if not self._learn_kinds(stores):
             return False
@@ -245,14 +246,14 @@ class SlotTable:
         return True
 
     def _learn_kinds(self, stores: Sequence[KVStore]) -> bool:
-        """Return whether it is known what the layers keep, perhaps from one of these."""
+        """Return True if the layers' kinds are known, perhaps from one of these sequences."""
         known = next((store for store in stores if store.arrays), None)
         if not self._kinds and known is not None:
             self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
         return bool(self._kinds)
 
     def _begin(self, slots: int) -> bool:
-        """Have as many seats of so many slots as are kept when nobody sits there, if they fit."""
+        """Create as many seats of `slots` slots as an empty table may keep, if they fit."""
         free, seats = free_for_mlx().bytes, _MOST_SEATS
         while seats > _FEWEST_SEATS and self._bytes(seats, slots) > min(_KEPT_BYTES, free):
             seats //= 2
@@ -283,7 +284,7 @@ class SlotTable:
         self._slots = slots
 
     def _base(self, index: int) -> int:
-        """The first slot of a seat."""
+        """Return the first slot of a seat."""
         return _FILLER + index * self._slots
 
     def _take_in(self, store: KVStore) -> None:
@@ -299,7 +300,7 @@ class SlotTable:
         self._taken[index] = weakref.ref(store)
 
     def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> TablePass:
-        """The rows of these, and `more` that nobody looks at; each sees some slot."""
+        """Plan the rows of these sequences and `more` unused ones; each attends to some slot."""
         bases = [self._base(_seat_of(store).index) for store in stores]
         counts = [store.frame.count for store in stores]
         rows = sum(counts)
@@ -323,7 +324,7 @@ class SlotTable:
         )
 
     def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
-        """A seat's keys and values, which is free from then on."""
+        """Return a seat's keys and values, and free the seat."""
         self._finish_pass()
         base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
@@ -331,7 +332,7 @@ class SlotTable:
             (mx.contiguous(one.keys[None, :, rows]), mx.contiguous(one.values[None, :, rows]))
             for one in self._layers
         ]
-        # As long as they are views, the table cannot be written in place.
+        # While they are views, the table cannot be written in place.
         mx.eval(copies)
         self._taken[index] = None
         return copies
@@ -339,7 +340,7 @@ class SlotTable:
     def move(self, index: int, slots: mx.array, to: int) -> None:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
         base = self._base(index)
-        if self._written:  # in place, and so they are moved
+        if self._written:  # written in place, and so moved in place
             pairs = [(one.keys[None], one.values[None]) for one in self._layers]
             launch([kv_rows.move(*pair, base + slots, base + to) for pair in pairs])
             return

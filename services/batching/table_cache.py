@@ -1,4 +1,4 @@
-"""The layers of a table of slots (`slot_table`) as the caches of one pass over its rows."""
+"""The layers of a slot table (`slot_table`) as the caches of one pass over its rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ import mlx.core as mx
 from services.mlx.cuda.kv_rows import InPlace
 
 Attend = Callable[..., mx.array]
-"""(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots],
-first [rows], scale) -> [1, heads, rows, size]; row i sees the slots from first[i] on."""
+"""Attention over a table.
+
+(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots], first
+[rows], scale) -> [1, heads, rows, size]; row i attends to the slots from first[i] on.
+"""
 
 
 @dataclass
@@ -23,12 +26,12 @@ class TableLayer:
 
 @dataclass(frozen=True)
 class TablePass:
-    """Which rows a shared pass writes, and what each of its tokens sees."""
+    """The slots that a shared pass writes, and those each of its tokens attends to."""
 
     offset: mx.array
     """[rows] RoPE positions."""
     slots: mx.array
-    """[1, rows, 1] where its keys and values go."""
+    """[1, rows, 1] slot of its keys and values."""
     first: mx.array
     """[rows] the first slot of its seat."""
     mask: mx.array
@@ -37,7 +40,7 @@ class TablePass:
 
 @dataclass(frozen=True)
 class TableKV:
-    """Keys or values of all seats, in the place of one sequence's."""
+    """Keys or values of all seats, in place of one sequence's."""
 
     buffer: mx.array
     mask: mx.array
@@ -46,7 +49,7 @@ class TableKV:
 
 
 class TableCache(InPlace):
-    """One layer of the table for one pass; what mlx-lm takes for a KV cache."""
+    """One layer of the table for one pass, in the form of an mlx-lm KV cache."""
 
     def __init__(
         self, layer: TableLayer, now: TablePass, attend: Attend, *, owned: bool = False
@@ -63,7 +66,7 @@ class TableCache(InPlace):
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """bool [n, slots], which slots of its own seat each token sees."""
+        """Return bool [n, slots], the slots of its own seat each token attends to."""
         del return_array
         if window_size is not None or n != self._pass.mask.shape[0]:
             raise TypeError("a table has no windows, and takes the tokens of one pass")
@@ -78,7 +81,7 @@ class TableCache(InPlace):
         return self.fetch()
 
     def fetch(self) -> tuple[TableKV, TableKV]:
-        """All slots."""
+        """Return all slots."""
         layer, now = self._layer, self._pass
         return (
             TableKV(layer.keys, now.mask, now.first, self._attend),
@@ -87,9 +90,9 @@ class TableCache(InPlace):
 
 
 def _put(buffer: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    """`buffer` with `rows` [1, heads, n, size] in these slots, in one launch.
+    """Return `buffer` with `rows` [1, heads, n, size] in these slots, in one launch.
 
-    An assignment to `buffer[:, slots]` is six: it makes indices of the heads and converts them.
+    An assignment to `buffer[:, slots]` needs six: it makes indices of the heads and converts them.
     """
     return mx.put_along_axis(buffer, slots, rows.squeeze(0), axis=1)
 
@@ -102,7 +105,7 @@ def attend_gathered(  # noqa: PLR0917  # `Attend`
     first: mx.array,
     scale: float,
 ) -> mx.array:
-    """`Attend` with MLX's own operations; it copies what is seen, and is for comparison."""
+    """Compute `Attend` with MLX's own operations, which copy the visible slots; for comparison."""
     slots = first[:, None] + mx.arange(mask.shape[1])[None]
     seen = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
     rows = queries.squeeze(0).swapaxes(0, 1)[:, :, None]

@@ -1,7 +1,7 @@
-"""A model's forward over the rows of a table of slots, traced once for each number of rows.
+"""A model's forward over the rows of a slot table, traced once for each number of rows.
 
-As `mlx.tracing.traced_forward` for one sequence. Nothing of a pass is a part of the trace but its
-number of rows, the slots that the longest of its sequences needs, and the table's size.
+Like `mlx.tracing.traced_forward` for one sequence. The trace depends only on a pass's number of
+rows, the slots that the longest of its sequences needs, and the table's size.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,17 @@ class TracedTable:
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
-        """Make traces that also return the states a drafter reads."""
+        """Include the states that a drafter reads in traces."""
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)
 
     def __call__(
         self, row: mx.array, layers: Sequence[TableLayer], now: TablePass
     ) -> tuple[mx.array, list[mx.array]]:
-        """[1, rows, head] logits of [1, rows] tokens, lazy; the layers hold them afterwards.
+        """Return lazy [1, rows, head] logits of [1, rows] tokens; the layers hold them afterwards.
 
-        And of each layer what is there when its rows have been written in place, if they are.
+        Also return, per layer, an array that is computed once its rows are written in place, if
+        they are.
         """
         logits: mx.array
         logits, keys, values, features = self._replay(
@@ -75,7 +76,7 @@ class TracedTable:
 def call_model(
     model: Any, row: mx.array, layers: Sequence[TableLayer], now: TablePass, attend: Attend
 ) -> mx.array:
-    """[1, rows, head] logits of one pass, lazy; the layers hold its rows afterwards."""
+    """Return lazy [1, rows, head] logits of one pass; the layers hold its rows afterwards."""
     caches = [TableCache(layer, now, attend) for layer in layers]
     logits: mx.array = model(row, cache=caches)
     return logits
@@ -84,9 +85,9 @@ def call_model(
 def trace_table_if_faster(
     model: Any, attend: Attend, run: Callable[[TracedTable | None], mx.array]
 ) -> TracedTable | None:
-    """Traced forwards for this model, or None where they are wrong or not faster here.
+    """Return traced forwards for this model, or None where they are wrong or not faster here.
 
-    `run` computes the same pass each time, with a trace or without, and gives its lazy logits.
+    `run` computes the same pass each time, with a trace or without, and returns its lazy logits.
     """
     traced = TracedTable(model, attend)
     used = is_worth_it("shared passes", lambda: run(None), lambda: run(traced))
