@@ -13,8 +13,7 @@ the first slots of a `KVStore`, and one *tree* behind it in scratch slots:
 Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome
 was a branch, its rows move from scratch to the trunk.
 
-Where several sequences are drafted for, each yields before its forward, so that those that
-wait at the same time share one (`batching`); a few are replayed one by one (`mlx_ahead`).
+Sequences share no pass: at most two are drafted for at a time, and they take turns depth by depth.
 """
 
 import time
@@ -33,8 +32,8 @@ from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from protocol.settings import DraftWeights
 from services.batching.chunked_prefill import LEAST_CHUNK, ChunkSizer
-from services.batching.forward import Batcher, most_rows
-from services.batching.packing import supports_packing
+from services.batching.forward import Batcher
+from services.batching.packing import enable_packing
 from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
@@ -90,10 +89,10 @@ class MlxBackend:
         self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._new_store = find_states(self._model, bucketed=self._bucketed)
-        shares = supports_packing(self._model, self._new_store)
+        enable_packing(self._model)  # its attention by our kernels
         kv = measure_kv(self._model, self._new_store)
         self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
-        self._batcher = Batcher(self._model, most_rows() if shares else 0, memory=self._memory)
+        self._batcher = Batcher(self._model, 0, memory=self._memory)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
@@ -192,7 +191,7 @@ class MlxBackend:
         layout = lay_out(tree, base, held=held, by_depth=self._feeds_by_depth)
         found: dict[int, Top] = {}
         for level in layout.levels:
-            top = yield from self._feed_buds(known, [bud for _, bud in level], width)
+            top = self._feed_buds(known, [bud for _, bud in level], width)
             found |= {row: top.only(at) for at, (row, _) in enumerate(level)}
         tops += [found[row] for row in range(held, len(tree))]
         roots = known.fork(tree, tops, fan_out, options.shift)
@@ -250,7 +249,8 @@ class MlxBackend:
         if keep < len(wanted):
             keep = known.store.resumable(keep)
             known.cut(keep)
-            yield from self._append(known, wanted[keep:], width if rows else 0)
+            self._append(known, wanted[keep:], width if rows else 0)
+        yield from ()  # heads pause between the pieces of a prompt
 
     def _keep(self, known: Trunk, wanted: Tokens, base: int, first_row: int, width: int) -> int:
         """How many of the `wanted` tokens are there, those from `first_row` on with candidates.
@@ -286,9 +286,9 @@ class MlxBackend:
             known.tops |= {at: top.only(row) for row, (at, _) in enumerate(asked)}
         return keep + len(path)
 
-    def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
+    def _append(self, known: Trunk, tokens: Tokens, width: int) -> None:
         start = len(known.tokens)
-        logits = yield from self._forward(known, tokens, partial(known.store.chain, len(tokens)))
+        logits = self._forward(known, tokens, partial(known.store.chain, len(tokens)))
         known.tokens.extend(tokens)
         # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
         known.tree = None
@@ -301,22 +301,15 @@ class MlxBackend:
         top = best_of(rows, width, self._head_ids)
         known.tops |= {start + row: top.only(row) for row in range(len(tokens))}
 
-    def _forward(
-        self, known: Trunk, tokens: Tokens, place: Callable[[], None]
-    ) -> Generator[None, None, mx.array]:
-        """Logits [tokens, head], after a pause if others may join in; `place` sets the frame."""
+    def _forward(self, known: Trunk, tokens: Tokens, place: Callable[[], None]) -> mx.array:
+        """Return logits [tokens, head] of a pass; `place` sets its frame."""
 
         def begin() -> Tokens:
             place()
             return []
 
-        asked = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
-        try:
-            if not self._is_apart(known):
-                yield
-            return self._batcher.result(asked)[0]
-        finally:
-            self._batcher.withdraw(asked)
+        request = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
+        return self._batcher.result(request)[0]
 
     def _inputs(self, known: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
         """What the model takes beside tokens: see `BatchRequest`."""
@@ -344,28 +337,24 @@ class MlxBackend:
             buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
             first = len(tree.fed)
             positions = [tree.position(bud) + 1 for bud in buds]
-            top = yield from self._feed_buds(known, buds, width)
+            top = self._feed_buds(known, buds, width)
             candidates = name_candidates(top, positions, known.sampling, options)
             layer, tips = grow_layer(roots, tips, candidates, first, options)
             yield layer
 
     def _goes_ahead(self, known: Trunk) -> bool:
-        """Whether no pass is shared, and each token is the likeliest of the model's own."""
+        """Return whether each draft token is the first choice of the model itself."""
         drawn = known.processor is not None or uses_rejection(known.sampling)
-        return self._is_apart(known) and not drawn and self._inputs(known) is None
+        return not drawn and self._inputs(known) is None
 
-    def _is_apart(self, known: Trunk) -> bool:
-        count, ahead = len(self._sequences), self.ahead if self._bucketed else None
-        return count < 2 or (ahead is not None and ahead.keeps_apart(count, known))
-
-    def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
+    def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Top:
         """Feed these to the tree; returns the candidates after each."""
         tree = known.tree
         if tree is None:
             raise ValueError("there is no tree to be fed")
         tokens = [bud.token for bud in buds]
         place = partial(known.store.branches, *tree.frame(buds))
-        logits = yield from self._forward(known, tokens, place)
+        logits = self._forward(known, tokens, place)
         rows = tree.add(buds, self._rows(logits, known.processor), known.processor)
         return best_of(rows, width, self._head_ids)
 

@@ -35,10 +35,6 @@ from services.sampling.candidates import check_shares
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 
-_MOST_APART = 4
-"""Sequences that share no passes where passes are replayed: the first depth of two was there in
-half of the time that a shared one took, which has to be built (docs/lab/concurrency.md)."""
-
 
 class _Begun(NamedTuple):
     """A pass under way, and what is chosen after it."""
@@ -52,7 +48,7 @@ class _Begun(NamedTuple):
 
 
 class DepthsAhead:
-    """Grows branches, and drafts on the trunk, of sequences that share no pass.
+    """Grows branches and drafts on the trunk, a depth ahead of the host.
 
     Args:
         model: of the drafter.
@@ -69,12 +65,6 @@ class DepthsAhead:
         self._ids = mx.array(ids.astype(np.int32))
         self.traced: TracedPasses | None = None
         """Of the shapes that are replayed."""
-
-    def keeps_apart(self, sequences: int, known: Trunk) -> bool:
-        """Whether one of so many sequences has its passes replayed by themselves, not shared."""
-        if self.traced is None or sequences > _MOST_APART or not isinstance(known.store, KVStore):
-            return False
-        return self.traced.serves_branches(known.store)
 
     def trace(self, store: KVStore) -> TracedPasses:
         """Try which passes are faster when replayed; `store` is an empty one."""

@@ -188,10 +188,6 @@ class TracedPasses:
         self._traces_later = serves_any_length(model)
         """Whether rows behind longer texts are traced when they come."""
 
-    def serves_branches(self, store: KVStore) -> bool:
-        """Whether a few branches behind this trunk are replayed."""
-        return self._find_shape(store, store.length, TRACED_ROWS[1], 1) is not None
-
     def open(
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
     ) -> TracedRows | None:

@@ -6,7 +6,7 @@ it, nothing is added to any token, and the drafter is the plain model that its f
 The chain under verification is fed token by token, and branches as everywhere.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,13 @@ class SelfFeedingBackend(ReadingBackend):
     def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
         return self._model.rows(states, first)
 
-    def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
+    def _append(self, known: Trunk, tokens: Tokens, width: int) -> None:
         """See `MlxBackend`; each token of a chain needs what the one before puts out."""
         if not width:
-            yield from super()._append(known, tokens, width)
+            super()._append(known, tokens, width)
             return
         for token in tokens:
-            yield from super()._append(known, [token], width)
+            super()._append(known, [token], width)
 
     def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
         """See `MlxBackend`."""

@@ -22,11 +22,10 @@ from protocol.messages import (
 )
 from services.batching.forward import Batcher, BatchRequest
 from services.batching.packing import supports_packing
-from services.drafter.backends import mlx_tree
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
-from services.mlx.loader import compute_unit, load
+from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
@@ -266,13 +265,8 @@ def test_what_is_withdrawn_is_not_computed() -> None:
 
 
 @pytest.mark.parametrize("family", DRAFTERS)
-def test_trees_of_several_sequences_grow_together(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trees whose forwards are shared are those that grow alone, depth by depth."""
-    if compute_unit() != "cpu":
-        # Alone the choices are made on the device, where every token is a candidate.
-        monkeypatch.setattr(mlx_tree, "SAMPLED_WIDTH", 10**6)
+def test_trees_of_several_sequences_grow_in_turns(family: str) -> None:
+    """Trees that grow in turns, depth by depth, are those that grow alone."""
     backend = MlxBackend(tiny_folder(family), 512)
     chains = [[120, 7, 160], [3], [50, 60], [9, 8]]
     fan_outs = [[1, 0, 2], [3], [1, 1], [2, 1]]

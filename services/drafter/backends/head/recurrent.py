@@ -301,7 +301,7 @@ class RecurrentBackend(MlxBackend):
                 known.inputs = (
                     part if given > 0 else mx.zeros((1, 1, self._head.width), self._dtype)
                 )
-            yield from self._append(known, wanted[at:stop], width if at >= first_row else 0)
+            self._append(known, wanted[at:stop], width if at >= first_row else 0)
             if stop < first_row:
                 yield
             at = stop

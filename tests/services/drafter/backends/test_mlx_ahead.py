@@ -169,13 +169,11 @@ WAITED = {
 }
 
 
-@pytest.mark.parametrize("case", [*WAITED, "beside another sequence"])
+@pytest.mark.parametrize("case", WAITED)
 def test_what_is_waited_for(case: str) -> None:
-    """Where the tokens decide what comes next, or passes are shared, nothing begins ahead."""
+    """Where the tokens decide what comes next, nothing begins ahead."""
     backend = as_on_a_gpu(tiny_folder("llama"))
-    list(backend.open(1, list(PROMPT), WAITED.get(case, Sampling())))
-    if "another" in case:
-        list(backend.open(2, list(PROMPT), Sampling()))
+    list(backend.open(1, list(PROMPT), WAITED[case]))
     with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
         assert len(said(backend.prepare(1, [120, 7], [2, 2], 3))) == 3
         assert len(said(backend.draft(1, 99, 3))) == 3

@@ -128,7 +128,7 @@ def test_after_a_hit_it_drafts_as_it_was_trained(folder: Path) -> None:
     backend.commit(1, len(PROMPT), CHAIN[:2])
     computed = watch_passes(backend)
     [first, *_] = grow(backend, chain)
-    # Nothing of the chain; depths that are begun ahead share no passes.
+    # Nothing of the chain; depths that are begun ahead do not go through the batcher.
     assert len(computed) == (len(layers) if backend.ahead is None else 0)
     tokens = PROMPT + CHAIN[:2] + chain
     for place in range(len(chain)):
@@ -158,7 +158,7 @@ def test_trees_are_drafted_for_as_it_was_trained(folder: Path) -> None:
 
 
 def test_in_company_each_sequence_is_drafted_for_as_if_alone(folder: Path) -> None:
-    """Sequences share passes, with states and without, and draft what they would."""
+    """Sequences take turns, with states and without, and draft what they would."""
     prompts = [PROMPT, PROMPT[:5], [7, 8, 9, 10, 11, 12], PROMPT[::-1]]
     backend = load_backend(folder)
 

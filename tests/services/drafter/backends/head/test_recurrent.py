@@ -215,7 +215,7 @@ def test_states_of_tokens_to_come_wait(case: Case) -> None:
 def test_in_company_each_sequence_is_drafted_for_as_if_alone(
     case: Case, sampling: Sampling
 ) -> None:
-    """Sequences share the head's passes, with states and without, and draft what they would."""
+    """Sequences take turns, with states and without, and draft what they would."""
     prompts = [PROMPT, PROMPT[:5], [7, 8, 9, 10, 11, 12], PROMPT[::-1]]
     backend: Any = load_head(case.folder, case.target, 4, beside_target=False)
 
