@@ -35,7 +35,10 @@ LEAVES = RoundOptions(siblings=2)
 
 def as_on_a_gpu(folder: Path) -> MlxBackend:
     """The code path of GPUs, computed here on a CPU."""
-    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+    with (
+        patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"),
+        patch("services.mlx.draft_weights.compute_unit", lambda: "cuda"),
+    ):
         return MlxBackend(folder, 5)
 
 
