@@ -110,8 +110,8 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd simulate --preset m4-ane --sweep --json", "every fixed K and B as well"),
     ],
     "swap-drafter": [
-        ("ssd swap-drafter --backend ngram", "prompt lookup, no draft model"),
-        ("ssd swap-drafter --backend mlx --draft-model MODEL", "another model"),
+        ("ssd swap-drafter --draft-backend none", "prompt lookup, no draft model"),
+        ("ssd swap-drafter --draft-backend mlx --draft-model MODEL", "another model"),
     ],
     "top": [
         ("ssd top", "the stack of `ssd launch` or `ssd serve`"),

@@ -789,6 +789,14 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     timeline: list[TraceEvent] = []
     """If it was asked for."""
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that the target's prefill computed.
+
+        The prompt's last token is not among them: the first verification computes it.
+        """
+        return max(0, self.prompt_tokens - 1 - self.cached_tokens)
+
 
 class StatusRequest(Message, frozen=True, tag="status?"):
     """Client or supervisor -> orchestrator: report your state. Answer: Status."""

@@ -12,7 +12,13 @@ from rich.text import Text
 
 from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
 from launch.models.default_pair import DEFAULT, add_default
-from launch.models.gguf_models import convert_once, find_named, is_gguf
+from launch.models.gguf_models import (
+    InexactWeights,
+    convert_once,
+    find_named,
+    is_gguf,
+    read_deviations,
+)
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.models.registry import add_from_registry, read_registry
@@ -113,11 +119,15 @@ def inspect(model: str, *, as_json: bool) -> None:
     """
     found = read(model)
     layers = describe_layers(found.folder)
+    deviations = read_deviations(Path(found.folder))
     if as_json:
-        _print({**msgspec.to_builtins(found), "layers": layers.misfit or layers.rewinding})
+        more = {"layers": layers.misfit or layers.rewinding, "deviations": deviations}
+        _print({**msgspec.to_builtins(found), **msgspec.to_builtins(more)})
     else:
         card = _card(found)
         card.add_row("layers", layers.misfit or layers.rewinding)
+        for one in deviations:
+            card.add_row("not exact", _describe_deviation(one))
         console.stdout().print(card)
 
 
@@ -152,9 +162,11 @@ def pull(name: str, *, as_json: bool) -> None:
 def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) -> None:
     """Recommend pairs by memory and purpose.
 
-    Expectations are assumptions, not measurements of this project: a rate at which drafts
-    are accepted, and the tokens per round that follow from it with 4 draft tokens, which
-    is also the most that speculation could gain. `ssd bench` measures what it gains here.
+    Memory is reckoned for the weights in their bits and a context of 8192 tokens.
+    Expectations are assumptions, not measurements of this project, except where a pair is
+    marked as measured: a rate at which drafts are accepted, and the tokens per round that
+    follow from it with 4 draft tokens, which is also the most that speculation could gain.
+    `ssd bench` measures what it gains here.
     """
     total = round(memory * 1e9) if memory else psutil.virtual_memory().total
     found = recommend(total, purpose, cpu_cores=0 if memory else _computing_cores())
@@ -164,8 +176,9 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
     for entry in found:
         console.stdout().print(_format_recommendation(entry))
     console.stdout().print(
-        f"For {format_bytes(total)} of memory. Expected, not measured: tokens per round are the "
-        "most that speculation could gain, if the assumed share of drafts is accepted."
+        f"For {format_bytes(total)} of memory. Expected, not measured, except for pairs that "
+        "are marked: tokens per round are the most that speculation could gain, if the assumed "
+        "share of drafts is accepted."
     )
 
 
@@ -220,6 +233,21 @@ def _card(model: Model) -> Table:
     return table
 
 
+def _describe_deviation(one: InexactWeights) -> str:
+    """Which weights are off their GGUF file, by how much; layers with the same weight together."""
+    numbers: dict[str, list[str]] = {}
+    for name in one.layers:
+        _, separator, rest = name.removesuffix(".weight").partition("model.layers.")
+        number, _, weight = rest.partition(".")
+        numbers.setdefault(weight if separator else name.removesuffix(".weight"), []).append(number)
+    parts = [
+        f"{weight} of layers {', '.join(sorted(which, key=int))}" if which != [""] else weight
+        for weight, which in numbers.items()
+    ]
+    size = f"{one.relative:.2%} (root mean square), a weight by {one.largest:.2g} at most"
+    return f"{len(one.layers)} tensors of {one.type}, off by up to {size}: {'; '.join(parts)}"
+
+
 def _format_recommendation(r: Recommendation) -> Text:
     fits = "" if r.fits else ", too much for this machine"
     speed = f", about {r.plain_tok_s:.1f} tok/s plainly" if r.plain_tok_s else ""
@@ -231,10 +259,12 @@ def _format_recommendation(r: Recommendation) -> Text:
         f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
         f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",
     ]
-    facts += [f"measured {r.measured}"] if r.measured else []
+    facts += [f"measured: {r.measured}"] if r.measured else []
     facts += [r.note] if r.note else []
     dim = "" if r.fits else "dim"
-    return Text.assemble((r.model, f"bold {dim}"), ("".join(f"\n  {fact}" for fact in facts), dim))
+    mark = " (measured)" if r.measured else ""
+    lines = mark + "".join(f"\n  {fact}" for fact in facts)
+    return Text.assemble((r.model, f"bold {dim}"), (lines, dim))
 
 
 def _table(*columns: str) -> Table:

@@ -1,23 +1,34 @@
 """`ssd swap-drafter`: another drafter for a running stack."""
 
+from typing import Protocol, get_args
+
 import click
 
 from launch.keyring import public_key
 from launch.models.pair import command_of
-from launch.settings.settings import stack_settings
+from launch.settings.settings import BackendChoice, stack_settings
 from launch.stack.control import ask_supervisor
-from launch.stack.run_dir import DEFAULT_NAME
+from launch.stack.orchestrator_link import OrchestratorLink
+from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.terminal import console
 from protocol.errors import RuntimeFailure
-from protocol.messages import SwapDrafter
-from protocol.settings import BACKENDS
+from protocol.messages import Status, SwapDrafter
 from protocol.transport.address import find_tcp_error
 
 _CONNECT_S = 3.0
+_GRACE_S = 30.0
+"""For the supervisor to end one drafter after the other: its own refusal says more than ours."""
+_REPORT_EVERY_S = 10.0
+_CHOICES = [name for name in get_args(BackendChoice) if name != "auto"]
 
 
 @click.command("swap-drafter")
-@click.option("--backend", type=click.Choice(BACKENDS), required=True)
+@click.option(
+    "--draft-backend",
+    type=click.Choice(_CHOICES),
+    required=True,
+    help="What drafts from now on. none, ngram: no drafter; prompts are looked up.",
+)
 @click.option("--draft-model", default="", help="For mlx, head and coreml: folder or hub name.")
 @click.option("--draft-command", default="", help="For stdio: the program that drafts.")
 @click.option("--draft-lines", is_flag=True, help="For stdio: it speaks the line protocol.")
@@ -28,7 +39,7 @@ _CONNECT_S = 3.0
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(
     *,
-    backend: str,
+    draft_backend: str,
     draft_model: str,
     draft_command: str,
     draft_lines: bool,
@@ -39,7 +50,7 @@ def command(
     """Replace the drafter of a running stack; requests go on."""
     timeout_s = stack_settings({}).start_timeout_s
     swap = SwapDrafter(
-        backend=backend,
+        backend=draft_backend,
         model=draft_model,
         command=list(command_of(draft_command)),
         lines=draft_lines,
@@ -48,5 +59,47 @@ def command(
     )
     if draft_server and (reason := find_tcp_error(draft_server, _CONNECT_S)):
         raise RuntimeFailure(reason)
-    ask_supervisor(name, swap, timeout_s)
-    console.stderr().print(f"the stack {name!r} now drafts with {backend}")
+    what = draft_model or draft_server or draft_backend
+    console.note(f"loading {what}; requests go on with the drafter before it")
+    with OrchestratorLink(RunDir(name).clients_address) as link:
+        progress = SwapProgress(link, what)
+        ask_supervisor(name, swap, timeout_s + _GRACE_S, meanwhile=progress.report)
+    console.note(f"switched: the stack {name!r} now drafts with {draft_backend}")
+
+
+class StatusLink(Protocol):
+    """A connection that asks the orchestrator for its status without waiting."""
+
+    def request_status(self) -> None:
+        """Ask."""
+        ...
+
+    def poll_status(self) -> Status | None:
+        """Return the latest answer, if there is a new one."""
+        ...
+
+
+class SwapProgress:
+    """Sentences on a swap while the supervisor is at work on it."""
+
+    def __init__(self, link: StatusLink, what: str) -> None:
+        self._link = link
+        self._what = what
+        self._before: int | None = None
+        """The drafter's process at first; 0: there was none."""
+        self._is_ready = False
+        self._report_at_s = _REPORT_EVERY_S
+
+    def report(self, waited_s: float) -> None:
+        """Say that the new drafter is ready, or still being loaded."""
+        self._link.request_status()
+        status = self._link.poll_status()
+        if status is not None and not self._is_ready:
+            pid = next((s.pid for s in status.services if s.role == "drafter"), 0)
+            self._before = pid if self._before is None else self._before
+            self._is_ready = pid not in (0, self._before)
+            if self._is_ready:
+                console.note(f"ready: {self._what}, after {waited_s:.0f} s")
+        if not self._is_ready and waited_s >= self._report_at_s:
+            self._report_at_s += _REPORT_EVERY_S
+            console.note(f"still loading {self._what}, {waited_s:.0f} s so far")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from launch.settings.paths import cache_dir, ollama_dirs
 from launch.terminal import console
 from launch.workers.worker import run_module
@@ -54,6 +56,42 @@ def convert_once(source: Path) -> Path:
         console.note(f"converting {source.name}, once; it is kept in {folder.parent}")
         convert(source, folder)
     return folder
+
+
+class InexactWeights(msgspec.Struct, frozen=True):
+    """Weights of one GGUF type that MLX's formats cannot hold exactly."""
+
+    type: str
+    layers: list[str]
+    relative: float
+    """Root mean square of the deviations over that of the weights, in the worst layer."""
+    largest: float
+    """The largest deviation of a weight."""
+
+
+def read_deviations(folder: Path) -> list[InexactWeights]:
+    """How far a folder that was converted from GGUF is off its file; nothing for other folders.
+
+    Raises:
+        ModelError: the conversion's report is damaged.
+    """
+    try:
+        report = json.loads((folder / "gguf.json").read_text(encoding="utf-8"))
+        found = {kind: entry["layers"] for kind, entry in report["types"].items()}
+        return [
+            InexactWeights(
+                kind,
+                [layer["name"] for layer in layers],
+                max(layer["relative"] for layer in layers),
+                max(layer["largest"] for layer in layers),
+            )
+            for kind, layers in found.items()
+            if layers
+        ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read gguf.json in {str(folder)!r}: {error!r}") from error
 
 
 def conversions_dir() -> Path:

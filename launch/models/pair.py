@@ -60,10 +60,10 @@ class Pair:
         server: RemoteServer | None = None,
     ) -> "Pair":
         """The same target with another drafter; raises UsageError or ModelError."""
-        names: dict[str, BackendName] = {known: known for known in BACKENDS}
+        names: dict[str, BackendName] = {"none": "ngram", **{known: known for known in BACKENDS}}
         name = names.get(backend)
         if name is None:
-            raise UsageError(f"unknown drafter backend {backend!r}; known: {', '.join(BACKENDS)}")
+            raise UsageError(f"unknown drafter backend {backend!r}; known: {', '.join(names)}")
         if (name == "remote") != (server is not None):
             raise UsageError(
                 "the remote backend needs --draft-server, and no other backend takes it"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from launch.models.weights import bytes_on_cpu
 from protocol.errors import UsageError
 from protocol.heads import HeadFormat
 
@@ -14,12 +15,17 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 _FILE = "pairs.toml"
 _NUM_DRAFT_TOKENS = 4
-_KV_AND_WORKING_SPACE = 1.2
-"""Weights times this: KV of a few thousand tokens, buffers, two processes."""
+_CONTEXT = 8192
+"""Tokens of context whose KV must have room."""
+_BUFFERS = 1.1
+"""Weights times this: the buffers of a pass grow with the model."""
+_PROCESSES_BYTES = 500_000_000
+"""Interpreters and libraries of the stack's processes."""
 _SHARE = 0.75
 """Of the memory that a pair may take: the rest belongs to others."""
 
-_CPU_BITS = 32
+_ARCHITECTURES = {"SmolLM2": "llama", "Llama 3": "llama", "Qwen 2.5": "qwen2", "Qwen 3": "qwen3"}
+"""Architectures of families, where the device makes a difference (`weights.bytes_on_cpu`)."""
 _CORE_BYTES_S = 9e9
 """What one core reads: 0.54 GB of weights 17 times a second, as measured on a Xeon."""
 _SLOWEST_TOK_S = 3.0
@@ -36,6 +42,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     purposes: list[Purpose]
     parameters: Positive
     draft_parameters: Positive
+    kv_elements: Annotated[int, msgspec.Meta(gt=0)]
     bits: Positive
     draft_bits: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     acceptance: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)]
@@ -76,8 +83,9 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def command(self) -> str:
         """What sets it up."""
-        if self.model == "default":
-            return "ssd models add default"
+        if "/" not in self.model:
+            names = dict.fromkeys((self.model, self.draft_model))
+            return " && ".join(f"ssd models add {name}" for name in names)
         return f"ssd launch --model {self.model} --draft-model {self.draft_model}"
 
 
@@ -89,8 +97,8 @@ def recommend(
     Args:
         memory_bytes: of the machine.
         purpose: only pairs for this.
-        cpu_cores: cores that compute where there is no GPU, else 0. A CPU holds weights in
-            float32, and what it reads in a second bounds the speed.
+        cpu_cores: cores that compute where there is no GPU, else 0. What a CPU reads in a second
+            bounds the speed; of some architectures it holds float32 weights.
     """
     found = [
         _estimate(entry, memory_bytes, cpu_cores)
@@ -110,11 +118,12 @@ def read_pairs() -> list[_Entry]:
 
 
 def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendation:
-    bits = _CPU_BITS if cpu_cores else entry.bits
-    draft_bits = _CPU_BITS if cpu_cores else entry.draft_bits or bits
-    weights = (entry.parameters * bits + entry.draft_parameters * draft_bits) * 1e9 / 8
-    speed = _CORE_BYTES_S * cpu_cores / (entry.parameters * 1e9 * bits / 8)
-    needed = round(weights * _KV_AND_WORKING_SPACE)
+    weights = _weight_bytes(entry, entry.parameters, entry.bits, on_cpu=cpu_cores > 0)
+    draft_bits = entry.draft_bits or entry.bits
+    both = weights + _weight_bytes(entry, entry.draft_parameters, draft_bits, on_cpu=cpu_cores > 0)
+    kv_bytes = _CONTEXT * entry.kv_elements * (4 if cpu_cores else 2)
+    needed = round(both * _BUFFERS) + kv_bytes + _PROCESSES_BYTES
+    speed = _CORE_BYTES_S * cpu_cores / weights
     return Recommendation(
         model=entry.model,
         draft_model=entry.draft_model,
@@ -130,6 +139,14 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
         head=entry.head,
         licence=entry.licence,
     )
+
+
+def _weight_bytes(entry: _Entry, billions: float, bits: float, *, on_cpu: bool) -> int:
+    """Bytes of one model's weights in this machine's memory."""
+    parameters = round(billions * 1e9)
+    stored = round(parameters * bits / 8)
+    architecture = _ARCHITECTURES.get(entry.family, "")
+    return bytes_on_cpu(architecture, parameters, stored) if on_cpu else stored
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:

@@ -8,12 +8,11 @@ import click
 import msgspec
 
 from launch.settings.flags import Option, more_settings, read_more
-from launch.settings.settings import StackSettings, stack_settings
+from launch.settings.settings import BackendChoice, StackSettings, stack_settings
 from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, Sampling
 from protocol.settings import (
-    BACKENDS,
     COMPUTE_UNITS,
     CPU_ACTIVATIONS,
     PREFILLS,
@@ -135,8 +134,9 @@ def _model_options() -> Callable[[F], F]:
         _setting("--adapter-path", "LoRA adapter for the target: a folder of mlx-lm's training.",
                  metavar="FOLDER"),
         _setting("--draft-model", "Draft model: folder or hub name."),
-        _setting("--draft-backend", "What drafts; auto: a model where there is one, else ngram.",
-                 click.Choice(["auto", *BACKENDS])),
+        _setting("--draft-backend", "What drafts; auto: a model where there is one, else ngram. "
+                 "none, ngram: no drafter; prompts are looked up.",
+                 click.Choice(get_args(BackendChoice))),
         _setting("--draft-command", "Program that drafts, on its stdin and stdout."),
         _setting("--draft-lines", "The draft command speaks the line protocol.", is_flag=True),
         _setting("--draft-server", "Draft server on another machine.", metavar="tcp://HOST:PORT"),

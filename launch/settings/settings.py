@@ -26,7 +26,7 @@ from protocol.settings import (
 )
 from protocol.validation import describe
 
-BackendChoice = Literal["auto", "mlx", "head", "coreml", "ngram", "stdio", "remote"]
+BackendChoice = Literal["auto", "none", "mlx", "head", "coreml", "ngram", "stdio", "remote"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
@@ -53,7 +53,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     the target is too."""
     draft_backend: BackendChoice = "auto"
     """`auto`: stdio with a draft command, remote with a draft server; with a draft model coreml
-    (on macOS, if it is converted), head (a published head) or mlx; else ngram."""
+    (on macOS, if it is converted), head (a published head) or mlx; else ngram. `none`: ngram."""
     compute_units: ComputeUnits = "auto"
     """Where a converted model runs."""
     draft_weights: DraftWeights = "auto"

@@ -1,5 +1,6 @@
 """Talking to the supervisor of a running stack, or to a server of several models."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from launch.stack.run_dir import RunDir
@@ -16,14 +17,28 @@ from protocol.messages import (
     Stack,
     ToSupervisor,
 )
+from protocol.process.deadline import Deadline
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 
 Answer = TypeVar("Answer", bound=Message)
+_LOOK_S = 0.5
 
 
-def ask_supervisor(name: str, message: ToSupervisor, timeout_s: float) -> Stack | Done:
+def ask_supervisor(
+    name: str,
+    message: ToSupervisor,
+    timeout_s: float,
+    *,
+    meanwhile: Callable[[float], None] = lambda _: None,
+) -> Stack | Done:
     """Send one command to the stack `name` and wait for its answer.
+
+    Args:
+        name: the stack's.
+        message: the command.
+        timeout_s: longest wait.
+        meanwhile: called about twice a second with the seconds waited so far.
 
     Raises:
         UsageError: there is no such stack.
@@ -31,7 +46,7 @@ def ask_supervisor(name: str, message: ToSupervisor, timeout_s: float) -> Stack 
         DeadlineExceeded: it did not answer in time.
     """
     decoder: Decoder[FromSupervisor] = Decoder(FromSupervisor)
-    reply = _ask(name, message, decoder, timeout_s)
+    reply = _ask(name, message, decoder, timeout_s, meanwhile)
     if isinstance(reply, Rejected):
         raise RuntimeFailure(reply.reason)
     return reply
@@ -44,11 +59,20 @@ def list_models(name: str, timeout_s: float) -> list[ModelStatus]:
     return reply.models if isinstance(reply, Models) else []
 
 
-def _ask(name: str, message: Message, decoder: Decoder[Answer], timeout_s: float) -> Answer:
+def _ask(
+    name: str,
+    message: Message,
+    decoder: Decoder[Answer],
+    timeout_s: float,
+    meanwhile: Callable[[float], None] = lambda _: None,
+) -> Answer:
     run_dir = RunDir(name)
     if run_dir.running() is None:
         raise UsageError(f"no stack named {name!r} is running; start one with `ssd launch`")
     channel: Channel[Answer] = Channel(run_dir.control_address, decoder)
+    deadline = Deadline(timeout_s)
     with channel:
         channel.send(message)
-        return channel.receive(timeout_s, "answer from the supervisor")
+        while not channel.ready(min(_LOOK_S, deadline.remaining)) and not deadline.passed:
+            meanwhile(timeout_s - deadline.remaining)
+        return channel.receive(0.0, "answer from the supervisor")

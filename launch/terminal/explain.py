@@ -1,6 +1,6 @@
 """Explain the choices made for an answer in sentences that a user understands."""
 
-from launch.terminal.statistics import describe_age
+from launch.terminal.statistics import describe_age, is_comparable
 from protocol.messages import Mode, Statistics
 
 _MOSTLY = 0.5
@@ -80,7 +80,7 @@ def _how_well(s: Statistics) -> str:
     parts = [f"measured {s.tok_s:.1f} tok/s"]
     if s.predicted_tok_s:
         parts.insert(0, f"predicted {s.predicted_tok_s:.1f}")
-    if s.plain_tok_s:
+    if is_comparable(s):
         age = describe_age(s.plain_age_s)
         parts.append(f"plain decoding {s.plain_tok_s:.1f} (measured {age})")
     text = ", ".join(parts) + "."

@@ -35,6 +35,16 @@ def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int
     return sum(one.tokens - one.rounds for one in known), sum(one.drafted for one in known)
 
 
+def is_comparable(s: Statistics) -> bool:
+    """Return whether the speed of plain decoding was measured under this answer's conditions.
+
+    A verification takes no less time than a plain pass, so an answer cannot be faster than plain
+    decoding by more than its tokens per round: if it seems to be, the machine was slower or the
+    context longer when plain decoding was measured.
+    """
+    return 0.0 < s.tok_s <= s.plain_tok_s * s.mean_acceptance_length
+
+
 def describe_lags(offered: list[int], accepted: list[int]) -> str:
     """The rate of acceptance at each lag, from 1, that was drafted at."""
     pairs = enumerate(zip(offered, accepted, strict=True), 1)
@@ -78,7 +88,7 @@ def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
     yield "prompt", _describe_prompt(finished)
     yield "answer", f"{tokens} tokens, {s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"
     yield "first token", f"after {s.ttft_ms:.0f} ms"
-    if s.plain_tok_s and s.tok_s and s.drafted:
+    if s.drafted and is_comparable(s):
         plain = f"{s.plain_tok_s:.1f} tok/s, measured {describe_age(s.plain_age_s)}"
         yield "times plain", f"{s.tok_s / s.plain_tok_s:.2f} (plain decoding: {plain})"
     accepted, drafted = count_accepted(s, DRAFTER)
@@ -106,9 +116,9 @@ def _describe_prompt(finished: Finished) -> str:
     text = f"{finished.prompt_tokens} tokens"
     if finished.cached_tokens:
         text += f", {finished.cached_tokens} of them cached"
-    computed = finished.prompt_tokens - finished.cached_tokens
-    if milliseconds := finished.statistics.phase_ms.get("prefill_verifier", 0.0):
-        text += f", {1e3 * computed / milliseconds:.1f} tok/s"
+    milliseconds = finished.statistics.phase_ms.get("prefill_verifier", 0.0)
+    if finished.prefilled_tokens and milliseconds:
+        text += f", {1e3 * finished.prefilled_tokens / milliseconds:.1f} tok/s"
     return text
 
 

@@ -58,7 +58,9 @@ function plan(ssd, timings) {
   return text;
 }
 function timesPlain(ssd, timings) {
-  if (!ssd.plain_tok_s || !timings.draft_n) return "-";
+  // A pass over a draft takes no less time than a plain one: more is due to other conditions.
+  const most = ssd.plain_tok_s * ssd.mean_acceptance_length;
+  if (!ssd.plain_tok_s || !timings.draft_n || timings.predicted_per_second > most) return "-";
   return (timings.predicted_per_second / ssd.plain_tok_s).toFixed(2) + " (plain decoding: " +
     ssd.plain_tok_s.toFixed(1) + " tok/s, measured " + age(ssd.plain_age_s) + ")";
 }

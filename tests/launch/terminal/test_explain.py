@@ -22,6 +22,7 @@ SPECULATIVE = statistics(
     cache_misses=10,
     hit_rate=0.75,
     tok_s=25.0,
+    mean_acceptance_length=2.0,
     offered_per_position=[40, 40],
 )
 

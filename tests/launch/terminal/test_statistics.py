@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from launch.terminal.statistics import count_accepted, notes, statistics_table
@@ -21,6 +22,7 @@ def rows(end: Finished, tokens: int = 20, **options: Any) -> dict[str, str]:
 
 BOTH = statistics(
     rounds=12, tok_s=30.0, decode_s=2.0, plain_tok_s=20.0, plain_age_s=40.0, drafted=19, accepted=8,
+    mean_acceptance_length=1.67,
     phase_ms={"prefill_verifier": 100.0, "verify": 40.0},
     by_origin={
         "hit": RoundStats(rounds=5, tokens=10, drafted=8),
@@ -41,7 +43,7 @@ def test_lookups_are_not_the_drafters_merit() -> None:
 def test_what_everybody_prints() -> None:
     """Prompt and its speed without what was cached, answer, memory, and times plain decoding."""
     shown = rows(finished(BOTH, cached_tokens=10), memory="1.0 GB")
-    assert shown["prompt"] == "30 tokens, 10 of them cached, 200.0 tok/s"
+    assert shown["prompt"] == "30 tokens, 10 of them cached, 190.0 tok/s"
     assert shown["answer"] == "20 tokens, 30.0 tok/s (2.00 s)"
     assert shown["times plain"] == "1.50 (plain decoding: 20.0 tok/s, measured 40 s ago)"
     assert shown["peak memory"] == "1.0 GB"
@@ -65,6 +67,17 @@ def test_what_a_drafter_reads_of_the_target_is_printed() -> None:
 def test_a_speed_that_was_not_measured_is_not_stated() -> None:
     """Without plain rounds nearby there is nothing to compare with."""
     assert "times plain" not in rows(finished(statistics(rounds=3, tok_s=9.0, drafted=4)))
+
+
+def test_a_prompt_that_was_not_computed_has_no_speed() -> None:
+    """With all but the last token cached the prefill computes nothing."""
+    assert rows(finished(BOTH, cached_tokens=29))["prompt"] == "30 tokens, 29 of them cached"
+
+
+def test_a_gain_that_drafts_cannot_explain_is_not_stated() -> None:
+    """1.5 times plain decoding at 1.01 tokens a round: the machine was slower before."""
+    other = msgspec.structs.replace(BOTH, mean_acceptance_length=1.01)
+    assert "times plain" not in rows(finished(other))
 
 
 def test_phases_stand_in_their_order() -> None:
