@@ -13,8 +13,8 @@ from rich.text import Text
 from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
 from launch.models.default_pair import DEFAULT, add_default
 from launch.models.gguf_models import (
-    InexactWeights,
     convert_once,
+    describe_inexact,
     find_named,
     is_gguf,
     read_deviations,
@@ -127,7 +127,7 @@ def inspect(model: str, *, as_json: bool) -> None:
         card = _card(found)
         card.add_row("layers", layers.misfit or layers.rewinding)
         for one in deviations:
-            card.add_row("not exact", _describe_deviation(one))
+            card.add_row("not exact", describe_inexact(one))
         console.stdout().print(card)
 
 
@@ -231,21 +231,6 @@ def _card(model: Model) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-def _describe_deviation(one: InexactWeights) -> str:
-    """Which weights are off their GGUF file, by how much; layers with the same weight together."""
-    numbers: dict[str, list[str]] = {}
-    for name in one.layers:
-        _, separator, rest = name.removesuffix(".weight").partition("model.layers.")
-        number, _, weight = rest.partition(".")
-        numbers.setdefault(weight if separator else name.removesuffix(".weight"), []).append(number)
-    parts = [
-        f"{weight} of layers {', '.join(sorted(which, key=int))}" if which != [""] else weight
-        for weight, which in numbers.items()
-    ]
-    size = f"{one.relative:.2%} (root mean square), a weight by {one.largest:.2g} at most"
-    return f"{len(one.layers)} tensors of {one.type}, off by up to {size}: {'; '.join(parts)}"
 
 
 def _format_recommendation(r: Recommendation) -> Text:

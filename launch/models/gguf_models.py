@@ -94,6 +94,21 @@ def read_deviations(folder: Path) -> list[InexactWeights]:
         raise ModelError(f"cannot read gguf.json in {str(folder)!r}: {error!r}") from error
 
 
+def describe_inexact(one: InexactWeights) -> str:
+    """Which weights are off their GGUF file, by how much; layers with the same weight together."""
+    numbers: dict[str, list[str]] = {}
+    for name in one.layers:
+        _, separator, rest = name.removesuffix(".weight").partition("model.layers.")
+        number, _, weight = rest.partition(".")
+        numbers.setdefault(weight if separator else name.removesuffix(".weight"), []).append(number)
+    parts = [
+        f"{weight} of layers {', '.join(sorted(which, key=int))}" if which != [""] else weight
+        for weight, which in numbers.items()
+    ]
+    size = f"{one.relative:.2%} (root mean square), a weight by {one.largest:.2g} at most"
+    return f"{len(one.layers)} tensors of {one.type}, off by up to {size}: {'; '.join(parts)}"
+
+
 def conversions_dir() -> Path:
     """Where converted files are kept, by their content."""
     return cache_dir() / "gguf"

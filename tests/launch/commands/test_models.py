@@ -15,6 +15,7 @@ from huggingface_hub import constants
 
 from launch.cli import cli
 from launch.models.catalog import Model, pairs
+from launch.models.gguf_models import describe_inexact, read_deviations
 from launch.models.hub import resolve
 from launch.models.recommendation import PURPOSES, read_pairs, recommend, tokens_per_round
 from protocol.errors import ModelError, UsageError
@@ -233,11 +234,9 @@ def test_pull_says_what_is_in_the_way(  # noqa: PLR0917  # a row of the table ab
 # ---------------------------------------------------------------- conversions
 
 
-def test_inspect_shows_what_a_conversion_changed(tiny: Path, tmp_path: Path) -> None:
+def test_what_a_conversion_changed_is_described(tmp_path: Path) -> None:
     """Which layers of a GGUF file are not held exactly, and how far they are off."""
-    folder = tmp_path / "converted"
-    shutil.copytree(tiny, folder)
-    assert said("inspect", str(folder))["deviations"] == []
+    assert read_deviations(tmp_path) == []
     names = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.12.mlp.down_proj"]
     layers = [
         {"name": f"{name}.weight", "largest": 0.001 * (number + 1), "relative": 0.004}
@@ -246,14 +245,15 @@ def test_inspect_shows_what_a_conversion_changed(tiny: Path, tmp_path: Path) -> 
     exact = {"tensors": 9, "parameters": 9, "layers": []}
     off = {"tensors": 3, "parameters": 3, "layers": layers}
     report = {"source": "x.gguf", "types": {"Q4_K": exact, "Q6_K": off}}
-    (folder / "gguf.json").write_text(json.dumps(report))
-    (deviation,) = said("inspect", str(folder))["deviations"]
-    assert (deviation["type"], deviation["largest"]) == ("Q6_K", 0.003)
-    printed = " ".join(ssd("inspect", str(folder)).stdout.split())
-    assert "3 tensors of Q6_K, off by up to 0.40%" in printed
-    assert "lm_head; mlp.down_proj of layers 0, 12" in printed
-    (folder / "gguf.json").write_text('{"types": []}')
-    assert "cannot read gguf.json" in str(ssd("inspect", str(folder)).exception)
+    (tmp_path / "gguf.json").write_text(json.dumps(report))
+    (found,) = read_deviations(tmp_path)
+    assert describe_inexact(found) == (
+        "3 tensors of Q6_K, off by up to 0.40% (root mean square), a weight by 0.003 at most: "
+        "lm_head; mlp.down_proj of layers 0, 12"
+    )
+    (tmp_path / "gguf.json").write_text('{"types": []}')
+    with pytest.raises(ModelError, match="cannot read gguf.json"):
+        read_deviations(tmp_path)
 
 
 # ---------------------------------------------------------------- recommend
