@@ -252,7 +252,7 @@ def test_what_a_conversion_changed_is_described(tmp_path: Path) -> None:
         "lm_head; mlp.down_proj of layers 0, 12"
     )
     (tmp_path / "gguf.json").write_text('{"types": []}')
-    with pytest.raises(ModelError, match="cannot read gguf.json"):
+    with pytest.raises(ModelError, match=r"cannot read gguf\.json"):
         read_deviations(tmp_path)
 
 
