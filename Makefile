@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test test-all test-gpu check audit bench gate gate-gpu chaos soak hostile crowd clean
+.PHONY: demo test test-all test-gpu check audit bench gate gate-gpu chaos soak hostile clean
 
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
@@ -70,7 +70,7 @@ $(VENV)/.pair: $(VENV)/.installed $(wildcard launch/models/default_drafter/*)
 	@touch $@
 
 # Faults against a running stack under load; a long load. FLAGS="--help" shows what can be set.
-chaos soak hostile crowd: $(VENV)/.pair
+chaos soak hostile: $(VENV)/.pair
 	"$(BIN)/python" -m tests.chaos $@ $(FLAGS)
 
 clean:

@@ -3,7 +3,7 @@
 import click
 
 from launch.cli import run
-from tests.chaos import chaos, crowd, hostile, models, soak
+from tests.chaos import chaos, hostile, models, soak
 
 
 @click.group()
@@ -14,7 +14,6 @@ def cli() -> None:
 cli.add_command(chaos.command)
 cli.add_command(soak.command)
 cli.add_command(hostile.command)
-cli.add_command(crowd.command)
 cli.add_command(models.command)
 
 if __name__ == "__main__":

@@ -15,8 +15,12 @@ from launch.models.pair import pair_of
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
 from launch.stack.session import private_stack
+from launch.stack.supervisor import Supervisor
 from launch.terminal import console
+from protocol.client.client import Client
 from protocol.errors import LosslessnessError, RuntimeFailure
+from protocol.process.child import raise_descriptor_limit
+from tests.chaos import crowd
 from tests.chaos.attacks import Attack, Attackers
 from tests.chaos.faults import Victim
 from tests.chaos.load import Load, cases
@@ -26,17 +30,27 @@ _MANY = 10**9
 _SAY_EVERY_S = 300.0
 _LAST_S = 120.0
 """Longest wait for the last answers."""
+_CONTEXT = 4096
+"""Of a target without a limit."""
 _LASTING = ("orchestrator", "verifier", "gateway")
 """Processes that nothing may end. A drafter gives way to one that comes to its socket."""
 
 
 @click.command("hostile", cls=Command)
 @stack_options()
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=60.0, show_default=True)
+@click.option("--minutes", type=click.FloatRange(min=0.0), default=60.0, show_default=True)
 @click.option("--quiet-minutes", type=click.FloatRange(min=0.01), default=2.0, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--attackers", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--drafters/--no-drafters", default=True, help="Hostile drafters, too.")
+@click.option(
+    "--crowd-seconds",
+    type=click.FloatRange(min=0.0),
+    default=20.0,
+    show_default=True,
+    help="For each attack of clients that take all they can get, after the others; 0: none.",
+)
+@click.option("--only", default="", help="Those of them whose name contains this.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=48, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the outcome.")
@@ -48,6 +62,7 @@ def command(**options: Any) -> None:
     plan = {name: options.pop(name) for name in _PLAN}
     json_file = options.pop("json_file")
     settings = msgspec.structs.replace(settings_of(**options), restarts=_MANY, http=True, port=0)
+    raise_descriptor_limit()
     with private_stack(settings, console.report_trouble) as supervisor:
         if supervisor.listener is None:
             raise AssertionError("a stack with HTTP has a listener")
@@ -64,9 +79,11 @@ def command(**options: Any) -> None:
         beside_s = _watch(load, attackers.attacks, plan["minutes"] * 60)
         hung = attackers.end(_LAST_S)
         stuck = load.end(_LAST_S)
+        misses = _attack_in_crowds(supervisor, url, plan)
         after = _find_pids(victim)
     differences = [difference for tally in load.tallies for difference in tally.differences]
     summary = _summary(load, attackers.attacks, judge(differences, pair_of(settings)))
+    summary["misses"] = misses
     summary |= {"hung": stuck, "attackers_hung": hung}
     summary |= {"wait_alone_s": round(alone_s, 2), "wait_beside_s": round(beside_s, 2)}
     summary["replaced"] = [role for role in _LASTING if before[role] != after.get(role)]
@@ -78,7 +95,29 @@ def command(**options: Any) -> None:
 
 _PLAN = (
     "minutes", "quiet_minutes", "clients", "attackers", "drafters", "seed", "max_tokens",
+    "crowd_seconds", "only",
 )  # fmt: skip
+
+
+def _attack_in_crowds(supervisor: Supervisor, url: str, plan: dict[str, Any]) -> list[str]:
+    """Measure how long bystanders wait beside crowds; the goals that were missed."""
+    if not plan["crowd_seconds"]:
+        return []
+    with contextlib.closing(Client(supervisor.run_dir.clients_address)) as client:
+        services = client.status().services
+    context = next(one.context_length for one in services if one.role == "verifier")
+    misses: list[str] = []
+    crowd.print_head()
+    for row in crowd.attack(
+        url,
+        context or _CONTEXT,
+        seconds=plan["crowd_seconds"],
+        max_tokens=plan["max_tokens"],
+        only=plan["only"],
+    ):
+        crowd.print_row(row)
+        misses += row.misses
+    return misses
 
 
 def _find_pids(victim: Victim) -> dict[str, int]:
@@ -152,6 +191,8 @@ def _judge(summary: dict[str, Any]) -> None:
         raise LosslessnessError(f"{summary['changed']} answers were not those of plain decoding")
     if summary["failed"] or summary["hung"] or summary["attackers_hung"]:
         raise RuntimeFailure("answers failed or hung; see above")
+    if summary["misses"]:
+        raise RuntimeFailure("; ".join(summary["misses"]))
     if summary["replaced"]:
         raise RuntimeFailure(f"restarted on the way: {', '.join(summary['replaced'])}")
     if any(one["failed"] for one in summary["attacks"].values()):
