@@ -92,12 +92,25 @@ class _Endpoint(Closeable):
 
 
 class Channel(_Endpoint, Generic[Inbound]):
-    """One connection to a Hub."""
+    """One connection to a Hub.
+
+    Args:
+        address: of the Hub.
+        decoder: of its messages.
+        lock: for a network.
+        send_timeout_s: how long a send waits for a peer that reads too slowly.
+    """
 
     def __init__(
-        self, address: str, decoder: Decoder[Inbound], lock: ClientLock | None = None
+        self,
+        address: str,
+        decoder: Decoder[Inbound],
+        lock: ClientLock | None = None,
+        *,
+        send_timeout_s: float = 0.0,
     ) -> None:
         super().__init__(zmq.DEALER, address, lock)
+        self._socket.sndtimeo = round(1e3 * send_timeout_s)
         self._decoder = decoder
         self._monitor = monitor(self._socket) if lock is not None else None
         self._news: zmq.Socket[bytes] | None = None
@@ -134,7 +147,7 @@ class Channel(_Endpoint, Generic[Inbound]):
     def send_bytes(self, data: bytes) -> None:
         """Queue an encoded message."""
         try:
-            self._socket.send(data, _NOW)
+            self._socket.send(data)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 

@@ -14,7 +14,7 @@ from services.drafter.sliding_context import SlidingContextBackend
 from services.mlx.blas import use_spare_cores
 from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
-from services.runtime.loop import Identity, serve
+from services.runtime.loop import SEND_S, Identity, serve
 
 
 def run(settings: DrafterSettings) -> None:
@@ -62,7 +62,9 @@ def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
-    channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
+    channel: Channel[ToService] = Channel(
+        settings.address, Decoder(ToDrafter), send_timeout_s=SEND_S
+    )
     with channel:
         serve(channel, identity, Drafter(backend), Inbox(channel, flag))
 

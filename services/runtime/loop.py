@@ -43,6 +43,8 @@ from services.runtime.work_queue import Job, Service, WorkQueue
 _log = logging.getLogger(__name__)
 
 _BORN_NS = time.monotonic_ns()
+SEND_S = 5.0
+"""Longest wait for an orchestrator that reads slowly: it may be busy with many requests."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.idle_flag import IdleFlag, open_idle_flag
 from services.runtime.inbox import Inbox
-from services.runtime.loop import Identity, serve
+from services.runtime.loop import SEND_S, Identity, serve
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def run(settings: VerifierSettings) -> None:
         prompts.clear()  # of texts that nobody will send
         _attach_coreml_prefill(verifier, settings, model.folder)
         identity = _identify(settings, opened, verifier, pass_times)
-        channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
+        channel: Channel[ToService] = Channel(
+            settings.address, Decoder(ToVerifier), send_timeout_s=SEND_S
+        )
         how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
             _serve(channel, identity, verifier, open_idle_flag(settings.idle_flag))

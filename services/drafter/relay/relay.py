@@ -34,7 +34,7 @@ from protocol.transport.codec import Decoder
 from services.drafter.relay.peer import DrafterPeer
 from services.drafter.relay.pending_replies import PendingReplies
 from services.runtime.heartbeat import HeartbeatTimer
-from services.runtime.loop import Identity, shake_hands
+from services.runtime.loop import SEND_S, Identity, shake_hands
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ class _Relay:
             hint = "; a program of lines needs --draft-lines" if self._settings.command else ""
             raise type(error)(f"{error}{hint}") from error
         _log.info("%s drafts: %s %s", self._peer.name, identity.backend, identity.model)
-        channel: Channel[ToService] = Channel(self._settings.address, Decoder(ToDrafter))
+        channel: Channel[ToService] = Channel(
+            self._settings.address, Decoder(ToDrafter), send_timeout_s=SEND_S
+        )
         with channel:
             if not self._introduce(channel, identity):
                 return

@@ -1,5 +1,6 @@
 """Sockets with deadlines, over real ipc sockets within one process."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -158,6 +159,30 @@ def test_peers_that_do_not_read_lose_messages(
         with pytest.raises(RuntimeFailure, match="stopped reading"):
             send_many()
         channel.socket.linger = hub.socket.linger = 0
+
+
+def test_a_patient_channel_waits_for_a_slow_peer(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """All messages arrive, though the queue is full until the peer begins to read."""
+    monkeypatch.setattr("protocol.transport.channel._QUEUE", 2)
+    large = Rejected("x" * 100_000)
+    hub: Hub[FromService] = Hub(address, Decoder(FromService))
+    channel: Channel[ToService] = Channel(address, Decoder(ToService), send_timeout_s=60.0)
+    with hub, channel:
+        sent: list[int] = []
+
+        def send_many() -> None:
+            for number in range(200):
+                channel.send(large)
+                sent.append(number)
+
+        sending = threading.Thread(target=send_many, daemon=True)
+        sending.start()
+        for _ in range(200):
+            received(hub)
+        sending.join(60.0)
+        assert len(sent) == 200
 
 
 @pytest.mark.parametrize(
