@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -220,3 +221,34 @@ def test_the_real_pair_serves_four(tmp_path: Path) -> None:
         plain = [msgspec.structs.replace(one, mode="ar") for one in asked]
         one_by_one = [all_at_once(stack, [one])[0].tokens for one in plain]
     assert one_by_one == together
+
+
+@pytest.mark.parametrize("kv_bytes", [0, 1 << 20])
+def test_requests_in_turn_get_the_tokens_of_plain_decoding(tmp_path: Path, kv_bytes: int) -> None:
+    """Three clients share one place; a MiB of KV holds one of them, so the others are rebuilt."""
+    target = write_endless_model(tmp_path / "t", "llama", seed=1)
+    draft = write_endless_model(tmp_path / "d", "llama", seed=1, layers=2, noise=0.01)
+    settings = StackSettings(
+        model=str(target), draft_model=str(draft), decode_concurrency=1, kv_bytes=kv_bytes
+    )
+    order: list[str] = []
+
+    def ask(client: str, mode: Mode) -> Generate:
+        law, prompt = LAWS[ord(client) % len(LAWS)], [*PROMPTS[0], ord(client)]
+        return Generate(
+            request=0, tokens=prompt, sampling=law, max_tokens=900, mode=mode, client=client
+        )
+
+    def note(client: str) -> Callable[[int], None]:
+        return lambda _: order.append(client)
+
+    with running(settings) as stack:
+        alone = [all_at_once(stack, [ask(client, "ar")])[0].tokens for client in "abc"]
+        address = stack.supervisor.run_dir.clients_address
+        together = [Asking(address, ask(client, "ssd"), note(client)) for client in "abc"]
+        for thread in together:
+            thread.start()
+        for thread in together:
+            thread.join(DEADLINE_S)
+    assert [thread.tokens for thread in together] == alone
+    assert sum(one != before for one, before in pairwise(order)) > 2

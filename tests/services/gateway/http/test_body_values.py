@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from services.gateway import body
 from services.gateway.body import check_values
 from services.gateway.errors import ApiError
 
@@ -23,3 +24,12 @@ def test_too_many_values_are_refused(value: str) -> None:
     with pytest.raises(ApiError) as caught:
         check_values(b'{"x":[' + value.encode() + b"]}")
     assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Wherever a step of the count ends: within an escape or not, with a string open or not."""
+    monkeypatch.setattr(body, "_STEP", step)
+    for text in ("", "a", '"', "\\", '{"[,', '\\"', '\\\\"', "}]"):
+        value = {text: [text, {"": text}, [text, 1]]}
+        assert body._count_outside_strings(json.dumps(value).encode()) == (4, 3)
