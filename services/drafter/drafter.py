@@ -46,7 +46,6 @@ class Drafter:
         self._open: set[int] = set()
         self._lengths: SequenceTable[int] = SequenceTable()
         """Committed tokens of each sequence that is open and prefilled."""
-        """What it saw when it looked back on a sequence and has not told yet."""
 
     def forget(self) -> None:
         """Whoever asked is gone: close what is open."""
