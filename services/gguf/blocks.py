@@ -138,7 +138,7 @@ def _q5(blocks: Bytes, start: int) -> Bytes:
     """Codes of blocks with 32 fifth bits at `start` and 32 halves of bytes behind them."""
     fifth = np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little")
     halves = blocks[:, start + 4 :]
-    return _five_bits(np.concatenate([halves & 15, halves >> 4], axis=1), fifth)
+    return _five_bits(np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=1), fifth)
 
 
 def _q5_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
@@ -152,7 +152,7 @@ def _q5_1(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
 
 def _q8_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     scale = _floats(blocks, 0)
-    return np.ascontiguousarray(blocks[:, 2:] ^ 0x80), scale, -128 * scale
+    return np.ascontiguousarray(blocks[:, 2:] ^ np.uint8(0x80)), scale, -128 * scale
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -172,7 +172,7 @@ def _q4_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
 
 def _q5_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     halves = blocks[:, 48:].reshape(-1, 4, 32)
-    low = np.stack([halves & 15, halves >> 4], axis=2).reshape(-1, 8, 32)
+    low = np.stack([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(-1, 8, 32)
     # Bit g of byte i is the fifth bit of weight i of group g.
     fifth = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little").swapaxes(1, 2)
     return _five_bits(low.reshape(-1, 32), fifth.reshape(-1, 32)), *_k_scales(blocks)
