@@ -1,1 +1,1 @@
-"""The verifier: the target model, and its judgement of drafts."""
+"""The verifier: the target model, and the acceptance of drafts."""

@@ -1,4 +1,4 @@
-"""What becomes of a tree of drafts: logits in; which path stands, and the bonus token, out."""
+"""Acceptance of a tree of drafts: logits in; the accepted path and the bonus token out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +21,17 @@ from services.sampling import device
 
 
 class AcceptanceResult(NamedTuple):
-    """An outcome."""
+    """The result of a verification."""
 
     rows: list[int]
-    """Of the tree: those that stand, from the pending token's on."""
+    """Accepted rows of the tree, from the pending token's on."""
     bonus: int
     logprobs: list[TokenLogprobs]
-    """Of the accepted tokens and the bonus token, if asked for."""
+    """Of the accepted tokens and the bonus token, if requested."""
 
 
 class AcceptanceRule:
-    """Decides which path of a tree stands, for the trees of one sequence.
+    """Decides which path of a tree is accepted, for the trees of one sequence.
 
     Args:
         opened: the sequence.
@@ -44,23 +44,23 @@ class AcceptanceRule:
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
 
     def check(self, message: Verify, tree: TokenTree) -> None:
-        """Raise ProtocolError if the rule does not judge such trees.
+        """Raise ProtocolError if the rule does not support such trees.
 
-        Under the rejection rule a draft token stands or falls by itself, whatever else was
+        Under the rejection rule a draft token is accepted or rejected on its own, whatever else was
         drafted in its place; that the output follows p is proved for chains only.
         """
         if uses_rejection(self._sampling) and not tree.is_chain:
-            raise ProtocolError("the rejection rule judges chains, not trees")
+            raise ProtocolError("the rejection rule takes chains, not trees")
         if len(message.distributions) not in (0, len(tree) - 1):
             raise ProtocolError(
                 f"{len(message.distributions)} distributions for {len(tree) - 1} draft tokens"
             )
 
     def drop_impossible(self, message: Verify, tree: TokenTree) -> TokenTree:
-        """The tree without the draft tokens that the request's shape rules out.
+        """Return the tree without the draft tokens that the request's constraints rule out.
 
-        They would be rejected, and the rows before them draw the same bonus token without
-        them. A token that was drawn stays: its rejection changes that distribution
+        They would be rejected, and the rows before them draw the same bonus token without them. A
+        token that was drawn stays: its rejection changes that distribution
         (`protocol.decoding.rejection`).
         """
         if self._processor is None or len(tree) == 1:
@@ -81,12 +81,12 @@ class AcceptanceRule:
 
     @property
     def is_likeliest(self) -> bool:
-        """Whether the choice is the likeliest token as it comes."""
+        """True if the choice is the argmax of the unprocessed logits."""
         return is_greedy(self._sampling) and self.is_on_device
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the choice is made where the logits are."""
+        """True if the choice is made on the logits' device."""
         if self._processor is not None or self._sampling.logprobs is not None:
             return False
         return is_greedy(self._sampling) or not (
@@ -100,10 +100,11 @@ class AcceptanceRule:
         tree: TokenTree,
         best: Callable[[], npt.NDArray[np.int32]] | None = None,
     ) -> mx.array | npt.NDArray[np.int32] | None:
-        """The target's own choice after each row, [rows], perhaps still in the making.
+        """Return the target's own choice after each row, [rows], possibly lazy.
 
-        None where the rows must be looked at on the host. See `accept` for the arguments, and
-        `device.begin`; `best` gives the likeliest tokens if they are found for others too.
+        Returns None if the rows must be processed on the host. For the arguments see `accept` and
+        `device.begin`; `best` holds the argmax tokens if they are computed for several sequences at
+        once.
         """
         if not self.is_on_device:
             return None
@@ -118,21 +119,21 @@ class AcceptanceRule:
         tree: TokenTree,
         begun: mx.array | npt.NDArray[np.int32] | None,
     ) -> AcceptanceResult:
-        """Which rows of the tree stand, and the bonus token.
+        """Return the accepted rows of the tree, and the bonus token.
 
         Args:
-            logits: [rows, vocabulary], possibly not computed yet.
-            message: what was asked.
-            tree: as much of it as is judged; it follows the tokens judged so far.
-            begun: what `begin` made of them.
+            logits: [rows, vocabulary], possibly lazy.
+            message: the request.
+            tree: the part that is verified; it follows the tokens accepted so far.
+            begun: result of `begin` for them.
 
         Raises:
             RuntimeFailure: a logit is NaN.
         """
         if begun is not None:
             chosen = device.finish(begun, logits, _positions(message, tree), self._sampling)
-            stands = tree.walk(chosen)
-            return AcceptanceResult(stands, chosen[stands[-1]], [])
+            accepted = tree.walk(chosen)
+            return AcceptanceResult(accepted, chosen[accepted[-1]], [])
         device.check_finite(logits)
         rows = host_floats(logits)
         if uses_rejection(self._sampling):
@@ -148,22 +149,23 @@ class AcceptanceRule:
         return judged._replace(logprobs=found)
 
     def _walk(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
-        """Coupled: from row to row, as far as the target's own token is a child.
+        """Apply the coupled rule: walk down as long as the target's own token is a child.
 
-        Only rows that stand are looked at: what shapes their logits has seen their path alone.
+        Only accepted rows are processed: the state that shapes their logits has seen their path
+        alone.
         """
-        stands = [0]
+        accepted = [0]
         while True:
-            row = stands[-1]
+            row = accepted[-1]
             shaped = process_rows(self._processor, [tree.tokens[row]], rows[row : row + 1])
-            [chosen] = sample(shaped, [message.position + len(stands)], self._sampling)
+            [chosen] = sample(shaped, [message.position + len(accepted)], self._sampling)
             child = tree.children[row].get(chosen)
             if child is None:
-                return AcceptanceResult(stands, chosen, [])
-            stands.append(child)
+                return AcceptanceResult(accepted, chosen, [])
+            accepted.append(child)
 
     def _reject(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
-        """The rejection rule, of a chain."""
+        """Apply the rejection rule to a chain."""
         shaped = process_rows(self._processor, tree.tokens, rows)
         draft, sent = tree.tokens[1:], message.distributions[: len(tree) - 1]
         accepted, bonus = verify_draft(shaped, draft, sent, message.position + 1, self._sampling)
@@ -171,17 +173,17 @@ class AcceptanceRule:
 
 
 def _positions(message: Verify, tree: TokenTree) -> list[int]:
-    """Of the tokens that are chosen after each token of the tree."""
+    """Return the positions of the tokens that are chosen after each token of the tree."""
     return [message.position + 1 + depth for depth in tree.depths]
 
 
 def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
-    """The target's own log-probabilities: at temperature 1, before any bias, penalty or filter.
+    """Return the target's own log-probabilities, without temperature, bias, penalty or filter.
 
     Args:
         rows: [at least as many as tokens, vocabulary] logits before each token.
-        tokens: what was emitted.
-        best: how many of the likeliest tokens to report beside each.
+        tokens: the generated tokens.
+        best: how many of the most probable tokens to report for each.
     """
     found = []
     for row, token in zip(rows, tokens, strict=False):
@@ -196,17 +198,17 @@ def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
 
 
 def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
-    """The array as numpy float32, without a copy where the memory is shared."""
+    """Return the array as numpy float32, without a copy where the memory is shared."""
     return np.array(array.astype(mx.float32), copy=False)
 
 
 def describe_outcome(
     message: Verify, judged: AcceptanceResult, by: ForwardPass, node: int | None
 ) -> VerificationOutcome:
-    """What became of a message, in this pass.
+    """Describe the outcome of a message in this pass.
 
     Args:
-        node: of a tree, the row of what was asked for that the last token that stands has.
+        node: for a tree, the requested row of the last accepted token.
     """
     return VerificationOutcome(
         sequence=message.sequence,

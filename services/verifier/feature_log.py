@@ -1,4 +1,4 @@
-"""The features of a sequence's committed tokens, kept for a drafter that comes later."""
+"""The features of a sequence's committed tokens, kept for a drafter that starts later."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class FeatureLog:
     """Rows of consecutive positions up to `end`, the last `window` of them.
 
     Args:
-        request: what the rows are.
+        request: describes the rows.
     """
 
     def __init__(self, request: FeatureRequest) -> None:
@@ -23,7 +23,7 @@ class FeatureLog:
         self.end = 0
         self._parts: list[Rows] = []
         self._count = 0
-        """Rows of all parts, of which a long answer has one per round."""
+        """Rows in all parts; a long answer has one part per round."""
 
     @property
     def first(self) -> int:
@@ -31,7 +31,7 @@ class FeatureLog:
         return self.end - self._count
 
     def append(self, position: int, rows: Rows) -> None:
-        """Add rows from `position` on; where one is missing before them, begin anew."""
+        """Append rows from `position` on; start anew if one is missing before them."""
         if position < self.first or position > self.end:
             self._parts, self._count = [], 0
         elif position < self.end:
@@ -43,7 +43,7 @@ class FeatureLog:
             self._count -= len(self._parts.pop(0))
 
     def trim(self, length: int) -> None:
-        """Forget the rows from `length` on."""
+        """Drop the rows from `length` on."""
         while self._parts and self.end > length:
             last = self._parts.pop()
             kept = last[: max(0, len(last) - (self.end - length))]
@@ -54,14 +54,14 @@ class FeatureLog:
         self.end = min(self.end, length)
 
     def fork(self, length: int) -> "FeatureLog":
-        """A log of the rows before `length`; what is appended to one the other never sees."""
+        """Return an independent log of the rows before `length`."""
         new = FeatureLog(self.request)
         new.end, new._parts, new._count = self.end, list(self._parts), self._count
         new.trim(length)
         return new
 
     def blocks(self, most_bytes: int) -> list[tuple[int, Rows]]:
-        """All rows as (first position, rows), at most so many bytes to a block, but a row."""
+        """Return all rows in blocks of at most `most_bytes` or one row: (first position, rows)."""
         if not self._parts:
             return []
         rows = np.concatenate(self._parts)

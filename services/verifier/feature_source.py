@@ -1,4 +1,4 @@
-"""What the verifier reads off the target for a drafter, and how it is sent."""
+"""Features that the verifier reads from the target for a drafter, and the messages with them."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,26 +15,26 @@ from services.mlx.taps import Taps, TrialPasses
 from services.verifier.feature_log import FeatureLog, Rows
 
 _BYTES = 1 << 20
-"""Of a message, unless a single position has more."""
+"""Size of a message, unless a single position is larger."""
 _LARGEST_HALF = 65504.0
-"""States that are not normalised may be larger."""
+"""Normalised states fit into half precision; others may be larger."""
 _KEPT = 4
-"""Most sequences whose states are kept when they are over."""
+"""Finished sequences whose states are kept."""
 
 
 class ReadSequence(Protocol):
-    """A sequence of the target's."""
+    """A sequence of the target."""
 
     tokens: Tokens
     features: FeatureLog | None
 
 
 class FeatureSource:
-    """The taps of the target and the projection that a drafter asked for; at first none.
+    """The taps of the target and the projection that a drafter requested; initially none.
 
     Args:
         model: the target, or this rank's part.
-        trial: see `Taps`.
+        trial: as for `Taps`.
     """
 
     def __init__(self, model: Any, trial: TrialPasses | None = None) -> None:
@@ -47,13 +47,13 @@ class FeatureSource:
         self._replayed: mx.array | None = None
         self._host: HostRows | None = None
         self._kept: list[tuple[Tokens, FeatureLog]] = []
-        """Of sequences that are over, the last few."""
+        """Logs of the last few finished sequences."""
 
     def configure(self, request: FeatureRequest | None, number: int = 0) -> None:
-        """Read this from now on, and put this number on it.
+        """Read these features from now on, and tag messages with this number.
 
         Raises:
-            ModelError: it cannot be read; then nothing is.
+            ModelError: they cannot be read; then nothing is.
         """
         self._number = number
         if request == self.request:
@@ -75,21 +75,23 @@ class FeatureSource:
         self._host = open_host_rows(width, getattr(mx, request.dtype))
 
     def take(self) -> ReadRows | None:
-        """[tokens, width] of the last pass, lazy, padding included; None if nothing is read."""
+        """Return [tokens, width] of the last pass, lazy, padding included; None if nothing is
+        read.
+        """
         replayed, self._replayed = self._replayed, None
         rows = self.compute() if replayed is None else replayed
         return None if rows is None else self.send(rows)
 
     def send(self, rows: mx.array) -> ReadRows:
-        """The rows of a pass, on their way to the host where that is a part of the pass."""
+        """Send the rows of a pass to the host, if that is part of the pass."""
         return rows if self._host is None else self._host.send(rows)
 
     def put(self, features: mx.array) -> None:
-        """These are of the last pass: the replay of a trace, which does not reach the taps."""
+        """Set the features of the last pass: the replay of a trace, which bypasses the taps."""
         self._replayed = features
 
     def compute(self) -> mx.array | None:
-        """[tokens, width] of what the taps have caught last, lazy; None if nothing is read."""
+        """Return [tokens, width] of the states captured last, lazy; None if nothing is read."""
         if self._taps is None or self.request is None:
             return None
         features = self._taps.features(self.request.normalization)[0]
@@ -100,7 +102,9 @@ class FeatureSource:
         return features.astype(getattr(mx, self.request.dtype))
 
     def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> FeatureLog | None:
-        """A log with what is known of these tokens: others may have begun like them."""
+        """Start a log with the known features of these tokens, from sequences with the same
+        prefix.
+        """
         if self.request is None:
             return None
         best = FeatureLog(self.request)
@@ -112,14 +116,14 @@ class FeatureSource:
         return best
 
     def keep(self, sequence: ReadSequence) -> None:
-        """The sequence is over; another may begin like it."""
+        """Keep a finished sequence's log for others with the same prefix."""
         if sequence.features is not None and sequence.features.request == self.request:
             self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
 
     def log(
         self, sequence: ReadSequence, position: int, rows: ReadRows | Rows | None
     ) -> Rows | None:
-        """Keep the rows of its tokens from `position` on; returns them as they are sent."""
+        """Keep the rows of its tokens from `position` on; return them in the form they are sent."""
         if rows is None or self.request is None:
             return None
         if sequence.features is None or sequence.features.request != self.request:
@@ -129,7 +133,7 @@ class FeatureSource:
         return on_host
 
     def messages(self, number: int, sequence: ReadSequence) -> Iterator[Features]:
-        """All that is kept of a sequence."""
+        """Return messages with all rows kept of a sequence."""
         log = sequence.features
         if log is None or log.request != self.request:
             return
@@ -137,7 +141,7 @@ class FeatureSource:
             yield self.message(number, first, rows)
 
     def message(self, sequence: int, first: int, rows: Rows) -> Features:
-        """For these rows."""
+        """Return the message for these rows."""
         data = np.ascontiguousarray(rows).tobytes()
         return Features(
             sequence=sequence, first=first, count=len(rows), data=data, request=self._number
@@ -145,7 +149,7 @@ class FeatureSource:
 
 
 def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
-    """The projection as the request wants it, the weights of its norms in it."""
+    """Return the requested projection, with the weights of its norms folded in."""
     if not request.projection:
         return None
     path = Path(request.projection)
@@ -166,7 +170,7 @@ def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
 
 
 def _fold_norms(tensors: dict[str, mx.array], request: FeatureRequest) -> mx.array:
-    """`fc.weight` [rows, columns] times the weights of the norm before it, if the file has one."""
+    """Return `fc.weight` [rows, columns] times the weights of the norm before it, if any."""
     projection = tensors["fc.weight"]
     if request.normalization == "joint" and "input_norm.weight" in tensors:
         return projection * tensors["input_norm.weight"].astype(projection.dtype)

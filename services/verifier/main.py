@@ -43,10 +43,10 @@ def run(settings: VerifierSettings) -> None:
         on_cpu = opened.compute_unit == "cpu"
         if not on_cpu:
             warm_verifier(verifier)
-        # On a GPU nothing is launched behind such a pass; on a CPU the drafter has its cores.
+        # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
         pass_times = measure_passes(verifier, drafter_idle=not on_cpu)
         verifier.prelauncher.expect_passes(pass_times)
-        prompts.clear()  # of texts that nobody will send
+        prompts.clear()  # its texts are never requested
         _attach_coreml_prefill(verifier, settings, model.folder)
         identity = _identify(settings, opened, verifier, pass_times)
         channel: Channel[ToService] = Channel(

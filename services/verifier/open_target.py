@@ -20,9 +20,9 @@ class OpenTarget(NamedTuple):
     """A target that is ready to verify."""
 
     model: LoadedModel
-    """With ranks: only rank 0's part."""
+    """With ranks, rank 0's part only."""
     target: TargetModel | None
-    """None: the whole model is here, and the verifier prepares it."""
+    """None if the whole model is here, and the verifier prepares it."""
     compute_unit: str
     ranks: "RankGroup | None"
 
@@ -32,7 +32,7 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
     """Load the target; with ranks, end these afterwards.
 
     Raises:
-        UsageError, ModelError: it cannot be loaded as the settings say.
+        UsageError, ModelError: it cannot be loaded as configured.
         RuntimeFailure: a rank was lost meanwhile.
     """
     if settings.ranks is not None:

@@ -1,9 +1,9 @@
-"""Plain decoding without a pause: the next pass begins before this one's tokens have been read.
+"""Plain decoding without gaps: the next pass starts before this one's tokens have been read.
 
-The chosen tokens stay on the device and are fed to the next pass there, while this process
-reads them and reports them. A pass begins ahead only where all sequences that there are go on
-with one token each, which the orchestrator has granted (`Verify.granted`): for one that comes,
-goes or verifies a draft a shared pass is worth waiting.
+The chosen tokens stay on the device and feed the next pass there, while this process reads and
+reports them. A pass starts ahead only if all open sequences continue with one token each, which the
+orchestrator has granted (`Verify.granted`): if one starts, ends or verifies a draft, waiting for a
+shared pass is better.
 """
 
 import logging
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class PassAhead:
-    """Begins passes that were not asked for yet.
+    """Starts passes that have not been requested yet.
 
     Args:
         batcher: builds them.
@@ -33,14 +33,14 @@ class PassAhead:
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
         self._followed: ForwardPass | None = None
-        """The pass that was looked at last."""
+        """The pass that was considered last."""
 
     def start(self, by: ForwardPass, sequences: Collection[TargetSequence]) -> None:
-        """Begin the pass after `by`, if that can be; asked once a pass, by its first sequence.
+        """Start the pass after `by`, if possible; called once per pass, by its first sequence.
 
         Args:
-            by: a pass in the making, of which nothing has been read.
-            sequences: all that there are.
+            by: a running pass, of which nothing has been read.
+            sequences: all open sequences.
         """
         if by is self._followed:
             return
@@ -53,22 +53,22 @@ class PassAhead:
         choice = _choose(by, members)
         if len(members) == 1:
             [alone] = members
-            alone.state.commit(alone.state.length)  # a chain of one token stands
+            alone.state.commit(alone.state.length)  # a chain of one token is always accepted
             alone.ahead.append(PipelinedStep(self._batcher, alone.state, choice))
         elif all(isinstance(one.state, KVStore) for one in members):
             self._start_shared(members, choice)
 
     def _start_shared(self, members: list[TargetSequence], choice: mx.array) -> None:
-        """States of slots can be anywhere in a row of tokens: they are put back at once."""
+        """Start a shared pass; states of slots can be anywhere in it, so they are restored."""
         token: Any = mx.maximum(choice, 0)
-        # Before the pass is built, so that reading them waits for nothing behind it.
+        # Before the pass is built, so that reading them does not wait for later work.
         launch(choice, token)
         lengths = [one.state.length for one in members]
         try:
             under_way = [len(one.ahead) for one in members]
             logits, after = self._batcher.begin(token, [one.state for one in members], under_way)
-            likeliest = after.choose()
-        # What it runs into is met again, and reported, where the pass is asked for.
+            tokens = after.choose()
+        # An error occurs again, and is reported, when the pass is requested.
         except Exception as error:  # noqa: BLE001
             _log.info("no pass of %d sequences begins ahead: %s", len(members), error)
             return
@@ -79,18 +79,18 @@ class PassAhead:
         for row, one in enumerate(members):
             own = logits[row : row + 1]
             one.ahead.append(SharedStep(after, row, one.state, read, own))
-        launch(likeliest)
+        launch(tokens)
 
 
 def _goes_on(sequence: TargetSequence) -> bool:
-    """Whether the pass that it is in, or comes next, is of one token and another one follows."""
+    """Return True if its current or next pass is of one token and another one follows."""
     asked = sequence.asked
     granted = asked is not None and asked.granted > 0 and len(asked.nodes) == 1
     return granted and sequence.rule.is_on_device
 
 
 def _choose(by: ForwardPass, members: list[TargetSequence]) -> mx.array:
-    """[sequences] the tokens that are chosen, in the making; negative where they are not sure."""
+    """Return the chosen tokens, [sequences], lazy; negative where the host decides."""
     if len(members) > 1 and all(one.rule.is_likeliest for one in members):
         return by.choose()
     choices = []

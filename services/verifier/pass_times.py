@@ -1,7 +1,7 @@
-"""How long passes over few tokens take, measured at load: what the planner starts from.
+"""Time passes over few tokens at load, as the planner's initial estimates.
 
-Without that it assumes what a further token costs, and tries only lengths that this makes look
-worth their time.
+Without them the planner assumes the cost of a further token, and tries only lengths that look
+worthwhile under that assumption.
 """
 
 import logging
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 _PROMPT = [token % 16 for token in range(64)]
 _CHAINS = (1, 4, 8, 2, 16, 3, 6, 32, 10, 12, 24, 5)
-"""Numbers of tokens, the most telling first."""
+"""Numbers of tokens, the most informative first."""
 _TREES = (8, 16, 4, 32, 12)
 _SWEEPS = 3
-"""The least of so many passes counts: other processes are at work, too."""
+"""The least time of this many passes counts, as other processes run, too."""
 _BUDGET_S = 0.6
-"""After so long no further pass begins; the first one always does."""
+"""After this time no further pass starts; the first one always does."""
 _MANY, _DEAR = 8, 3.0
-"""More rows than these are not measured if these take so many times what one takes."""
+"""Larger passes are not measured if this many rows take this many times as long as one."""
 
 
 def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> PassTimes:
-    """Time passes behind a short text. What it leaves in the prefix cache is of no use.
+    """Time passes after a short text. Their entries in the prefix cache are of no use.
 
     Args:
         verifier: warmed up where passes have to be prepared.
@@ -65,17 +65,17 @@ class _Stopwatch:
     def __init__(self, trial: TrialSequence) -> None:
         self._trial = trial
         self.chains: dict[int, float] = {}
-        """The least time of so many rows, in milliseconds."""
+        """Rows of a chain -> least time in milliseconds."""
         self.trees: dict[int, float] = {}
-        """The same of trees."""
+        """Rows of a tree -> least time in milliseconds."""
 
     def time(self, parents: Parents) -> None:
-        """Verify tokens of this shape, and note how long that takes."""
+        """Verify tokens of this shape, and record the time."""
         least = self.chains if parents == list(range(len(parents))) else self.trees
         rows, taken_ms = 1 + len(parents), self._trial.verify(parents)
         least[rows] = min(least.get(rows, taken_ms), taken_ms)
 
     def is_too_dear(self, rows: int) -> bool:
-        """Whether so many rows will not be verified, as fewer take several passes' time."""
+        """Return True if this many rows cost too much to be verified, given fewer rows' times."""
         dear = (ms for m, ms in self.chains.items() if rows > m >= _MANY)
         return any(ms > _DEAR * self.chains[1] for ms in dear)

@@ -1,4 +1,4 @@
-"""One sequence's part in a pass that was not asked for yet (`pass_ahead`)."""
+"""One sequence's part in a pass that has not been requested yet (`pass_ahead`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from services.mlx.launching import launch
 
 
 def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:
-    """What the orchestrator would ask for next: the bonus token alone, if it has been granted."""
+    """Return the expected next request: the bonus token alone, if it has been granted."""
     if not outcome.goes_on:
         return None
     return replace(
@@ -33,30 +33,30 @@ def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:
 
 @dataclass(frozen=True)
 class SharedStep:
-    """One token of a pass over one of each of several sequences."""
+    """One token of a pass over one token of each of several sequences."""
 
     by: ForwardPass
     row: int
-    """Of the pass."""
+    """Row of the pass."""
     state: SequenceState
-    """Of slots; it does not contain the token before the step is taken up."""
+    """A state of slots; it does not contain the token before the step is adopted."""
     read: Callable[[], list[int]]
-    """The tokens of the pass, on the host."""
+    """Returns the tokens of the pass on the host."""
     logits: mx.array
     """[1, vocabulary], lazy"""
 
     @property
     def features(self) -> ReadRows | None:
-        """[1, width] of what is read of the model there."""
+        """[1, width] features of the model for this row."""
         joint = self.by.features
         return None if joint is None else joint[self.row : self.row + 1]
 
     def best(self) -> npt.NDArray[np.int32]:
-        """[1] the likeliest token after it (`ForwardPass.best`)."""
+        """Return [1], the argmax token after it (`ForwardPass.best`)."""
         return self.by.best(slice(self.row, self.row + 1))
 
     def take_up(self, chain: Tokens) -> mx.array | None:
-        """See `PipelinedStep`."""
+        """Return the row's logits for this chain; see `PipelinedStep`."""
         if chain != [self.read()[self.row]]:
             return None
         self.state.append(1)
@@ -64,11 +64,11 @@ class SharedStep:
 
 
 class PipelinedStep:
-    """A pass of one sequence, over one token that was not asked for yet.
+    """A pass of one sequence, over one token that has not been requested yet.
 
     Args:
         batcher: builds the pass.
-        state: of the sequence; it stays what it was until the pass is taken up.
+        state: of the sequence; it is unchanged until the pass is adopted.
         choice: [1] of `sampling.device.begin`, after the last token in the state; the pass is
             discarded if it is not a token.
     """
@@ -77,7 +77,7 @@ class PipelinedStep:
         self.by, self.row, self.best = ForwardPass(rows=1, sequences=1), 0, None
         self._state = state
         self._token = mx.maximum(choice, 0)
-        # Before the pass is built, so that reading it waits for nothing behind it.
+        # Before the pass is built, so that reading it does not wait for later work.
         launch(choice, self._token)
         length = state.length
         state.append(1)
@@ -90,7 +90,7 @@ class PipelinedStep:
         launch(self.logits)
 
     def take_up(self, chain: Tokens) -> mx.array | None:
-        """[1, vocabulary] logits of this chain, whose pass is then in work; None if not run."""
+        """Return [1, vocabulary] logits if the pass is over this chain, and make it current."""
         token: Any = self._token.item()
         if chain != [token]:
             return None

@@ -1,8 +1,8 @@
 """The target's prompt cache in a file, so that it outlives the process (`--prompt-cache-file`).
 
-A safetensors file: per sequence its tokens, and the arrays of its state. The metadata names
-what computed them and holds a checksum. The state of anything else would change answers, so
-a file that is not exactly right is not used.
+A safetensors file: per sequence its tokens, and the arrays of its state. The metadata identifies
+the model and settings that computed them, and holds a checksum. Any other state would change
+answers, so a file that does not match exactly is not used.
 """
 
 import contextlib
@@ -32,16 +32,17 @@ _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _SUFFIXES = (".safetensors", ".gguf")
 
 _UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
-"""What a torn or foreign file leads MLX and us into, and a full disk."""
+"""Errors that a truncated or foreign file, or a full disk, causes in MLX and here."""
 
 
 @contextlib.contextmanager
 def persist_prefixes(
     file: str, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
 ) -> Iterator[None]:
-    """Begin with what an earlier process left in `file`; leave what is here at the end.
+    """Load the prefixes of an earlier process from `file`; save the present ones on exit.
 
-    `how` is what, besides the model, changes its KV. Without a file nothing happens.
+    `how` describes everything besides the model that changes its KV. Without a file nothing
+    happens.
     """
     if not file:
         yield
@@ -57,10 +58,9 @@ def persist_prefixes(
 
 
 def identify_kv(model: LoadedModel, how: str) -> str:
-    """What the KV of this model depends on; `how` is what else changes it.
+    """Return the identity of this model's KV; `how` describes what else changes it.
 
-    Weights are identified by size, date and samples: reading all of a large model takes too
-    long.
+    Weights are identified by size, date and samples: reading all of a large model takes too long.
     """
     digest = hashlib.sha256((model.folder / "config.json").read_bytes())
     for path in sorted(model.folder.iterdir()):
@@ -77,9 +77,9 @@ def identify_kv(model: LoadedModel, how: str) -> str:
 
 
 def save(path: Path, prompts: PrefixCache, identity: str) -> None:
-    """Write all that is kept, if anything is; the file is the old one or the new one.
+    """Write all prefixes, if there are any; the file is replaced atomically.
 
-    It holds what was asked: only its owner may read it. A failure costs a log line.
+    It holds prompts, so only its owner may read it. A failure is only logged.
     """
     remove_leftovers(path.parent, path.name)
     try:
@@ -103,7 +103,7 @@ def load(
     module: Any,
     new_state: Callable[[], SequenceState],
 ) -> None:
-    """Take in what was saved; a file that cannot be used costs a log line."""
+    """Load the saved prefixes; an unusable file is only logged."""
     remove_leftovers(path.parent, path.name)
     if not path.exists():
         return
@@ -155,7 +155,7 @@ def _read(
 
 
 def _checksum(arrays: dict[str, mx.array]) -> str:
-    """Of names and contents, in an order of their own."""
+    """Return a checksum of names and contents, in sorted order."""
     found = 0
     for name in sorted(arrays):
         found = zlib.crc32(name.encode(), found)

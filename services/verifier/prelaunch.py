@@ -1,8 +1,8 @@
-"""The next verification is launched while one is at work, before anybody knows its tokens.
+"""Launch the next verification while one is running, before its tokens are known.
 
-It waits on the device (`services.mlx.cuda.doorbell`), so that a verification begins there when its
-tokens have come, and not when a pass has been built. One sequence at a time: for several a shared
-pass is worth more.
+It waits on the device (`services.mlx.cuda.doorbell`), so that a verification starts there when its
+tokens arrive, and not when a pass has been built. One sequence at a time: for several a shared
+pass is better.
 """
 
 import logging
@@ -28,30 +28,31 @@ from services.verifier.target_model import TargetModel
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 24
-"""Verifications, whose lengths say how many rows the next pass has."""
+"""Verifications whose lengths determine the rows of the next pass."""
 _LEAST_ROWS = 8
-"""Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
+"""Fewest rows of a pass: fewer would hardly be faster, and would limit the length of drafts."""
 _ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS if size >= _LEAST_ROWS}
-"""Until passes were timed: rows are cheap where passes are launched beforehand."""
+"""Assumed until passes are timed: rows are cheap where passes are prelaunched."""
 _MOST_MOVED = 0.06
-"""Share of forking trees whose rows may be moved, so that the pass behind them is of no use: it
-costs a whole pass then, and what is launched beforehand saves about so much of one."""
+"""Share of branching trees whose rows may be moved, which makes the pass after them useless: it
+then costs a whole pass, and prelaunching saves about this share of one.
+"""
 _ASSUMED_MOVED, _SMOOTHING = 0.12, 1 / 16
-"""That share until it is known, and what the next tree counts."""
+"""Initial estimate of that share, and the weight of the next tree."""
 _MOST_MISSED = 5
-"""Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
+"""Passes that may be rung too late, in addition to one in a hundred, before prelaunching stops."""
 
 Choices = mx.array | npt.NDArray[np.int32]
 
 
 def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
-    """How many rows a pass should have whose tree is not known yet.
+    """Return the number of rows for a pass whose tree is not known yet.
 
-    One that is too short for it has to run all the same, and the pass over the tree after it.
+    A pass that is too short still has to run, followed by the pass over the tree.
 
     Args:
-        lengths: of the trees that were verified last, none of them larger than a pass may be.
-        pass_ms: what passes take by their rows, of each size there is.
+        lengths: of the trees verified last, none larger than a pass may be.
+        pass_ms: milliseconds of a pass by its rows, for each available size.
     """
     sizes = sorted(pass_ms)
     seen = [next(size for size in sizes if size >= length) for length in lengths]
@@ -67,9 +68,9 @@ class PrelaunchedPass:
 
     Args:
         begun: the pass.
-        bell: it waits for.
+        bell: its doorbell.
         state: of the sequence.
-        features: what is read of the model, if something is.
+        features: states read from the model, if any.
     """
 
     row, best = 0, None
@@ -82,35 +83,35 @@ class PrelaunchedPass:
         self.by, self.logits = ForwardPass(0, 0), begun.logits
 
     def fits(self, state: SequenceState, tree: TokenTree) -> bool:
-        """Whether it can be the pass over this tree."""
+        """Return True if it can be the pass over this tree."""
         rows = self.logits.shape[0]
         room = self._begun.slots - self._state.length
         return state is self._state and len(tree) <= rows <= room
 
     def take_up(self, tree: TokenTree) -> None:
-        """It is over this tree, which the state holds."""
+        """Adopt it as the pass over this tree, which the state holds."""
         self._state.written = self._begun.written
         self._bell.ring(self._begun.late, tree, self._state.frame.start)
         self.by = ForwardPass(len(tree), 1)
         self.logits = self.logits[: len(tree)]
 
     def call_off(self) -> None:
-        """It is of no use."""
+        """Cancel it."""
         self._bell.call_off(self._begun.late)
 
     @property
     def is_missed(self) -> bool:
-        """Whether it had given up when it was rung, so that its logits mean nothing; waits."""
+        """Return True if it had timed out when rung, so that its logits are invalid; waits."""
         return not self._begun.late.rung.item()
 
 
 class Prelauncher:
-    """Keeps a pass waiting on the device for the only sequence there is.
+    """Keeps a pass waiting on the device for the only open sequence.
 
     Args:
         traced: builds it.
-        bell: for it to wait for; None: no pass is launched before its tokens are known.
-        send: has what is read of a pass sent to the host.
+        bell: its doorbell; None disables prelaunching.
+        send: sends the features of a pass to the host.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Prelauncher:
         self._traced, self._bell, self._send = traced, bell, send
         self._waiting: PrelaunchedPass | None = None
         self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
-        """Reads those of the pass in work, behind which one waits."""
+        """Reads the choices of the current pass, after which one waits."""
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
         sizes = TREE_ROWS if traced is None else traced.tree_rows
@@ -131,13 +132,13 @@ class Prelauncher:
         self._moved = _ASSUMED_MOVED
 
     def expect_passes(self, times: PassTimes) -> None:
-        """Passes took so long at load, and of what was verified until then nothing counts."""
+        """Set the times measured at load, and drop statistics gathered until then."""
         self._lengths.clear()
         if times.trees.keys() >= self._pass_ms.keys():
             self._pass_ms = {size: times.trees[size] for size in self._pass_ms}
 
     def on_message(self, message: Work) -> None:
-        """Whatever is not the next verification needs the device for something else."""
+        """Cancel for any message but the next verification, since it needs the device."""
         if isinstance(message, Extend | Revoke):
             return
         if not (isinstance(message, Verify) and message.sequence == self._number):
@@ -146,13 +147,13 @@ class Prelauncher:
     def launch(
         self, begun: mx.array, message: Verify, state: SequenceState, tree: TokenTree
     ) -> None:
-        """Launch the pass that comes after this one, if somebody is likely to ask for it.
+        """Launch the pass after this one, if a request for it is likely.
 
         Args:
-            begun: all that is wanted of this one, lazy.
-            message: what it is for.
+            begun: all requested results of this one, lazy.
+            message: its request.
             state: of the sequence, with the tree.
-            tree: this one is over.
+            tree: of this pass.
         """
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
@@ -174,7 +175,7 @@ class Prelauncher:
     def take(
         self, state: SequenceState, tree: TokenTree, begin: Callable[[], Tokens]
     ) -> PrelaunchedPass | None:
-        """The waiting pass, which is now over this tree; None if there is none for it.
+        """Return the waiting pass, now over this tree; None if there is none for it.
 
         Args:
             state: of the sequence.
@@ -191,10 +192,10 @@ class Prelauncher:
         return waiting
 
     def settle(self, taken: object, begun: Choices) -> Choices | None:
-        """The choices after the pass that was taken; None if it has to be run again.
+        """Return the choices after the adopted pass; None if it has to be run again.
 
-        Nothing else of a pass can be looked at while the next one waits on the device: where
-        choices are left to the host, that one is called off.
+        Nothing else of a pass can be read while the next one waits on the device: where choices are
+        left to the host, that one is cancelled.
 
         Args:
             taken: the pass, or any other step.
@@ -211,7 +212,7 @@ class Prelauncher:
         return None if missed else found
 
     def on_judged(self, tree: TokenTree, rows: Sequence[int]) -> None:
-        """These rows of the tree stand: others are moved behind a pass that waits already."""
+        """Record the accepted rows: if others are moved, a waiting pass is useless."""
         moved = rows[-1] >= len(rows)
         if not tree.is_chain:
             self._moved += _SMOOTHING * (moved - self._moved)
@@ -219,7 +220,7 @@ class Prelauncher:
             self.call_off()
 
     def call_off(self) -> None:
-        """Let the device get over what waits there."""
+        """Cancel the waiting pass."""
         if self._waiting is not None:
             self._waiting.call_off()
             self._waiting = None
@@ -237,7 +238,7 @@ class Prelauncher:
 
 
 def open_prelauncher(target: TargetModel, send: Callable[[mx.array], ReadRows]) -> Prelauncher:
-    """One that launches passes of this target beforehand, if the device is the faster for it."""
+    """Return a prelauncher for this target, if the device is faster with it."""
     store = target.states.make()
     if not isinstance(store, KVStore):
         return Prelauncher()

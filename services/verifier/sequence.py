@@ -1,4 +1,4 @@
-"""One sequence at the target: its state, and when its next verification is likely to come."""
+"""One sequence at the target: its state, and the expected time of its next verification."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,66 +21,67 @@ from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_pla
 from services.verifier.prelaunch import PrelaunchedPass
 
 Step = PipelinedStep | SharedStep
-"""Of a pass that has begun ahead."""
+"""A step of a pass that has started ahead."""
 
 _UNKNOWN_S = 0.002
-"""Assumed time between an outcome and the next verification: a chain that was prepared."""
+"""Assumed time between an outcome and the next verification, for a prepared chain."""
 _LEAST_S = 0.002
 _MOST_WAITS = 4.0
-"""That time is taken for no more than so many of the longest waits: one long absence, for a prompt
-or a draft that was waited for, is soon forgotten."""
+"""Cap on that time, in longest waits: one long gap, for a prompt or a draft, is soon forgotten."""
 _SMOOTHING = 0.3
 _FORGIVING = 0.75
 _LONGEST_WAIT = 0.3
-"""Longest wait for the others of the last pass, as a share of its time. Two passes in the
-place of one cost far more."""
+"""Longest wait for the other sequences of the last pass, as a share of its time.
+
+Two passes in place of one cost far more.
+"""
 
 
 @dataclass
 class TargetSequence:
-    """One sequence at the target: its state, and the tokens that stand."""
+    """One sequence at the target: its state, and the committed tokens."""
 
     state: SequenceState
     rule: AcceptanceRule
     tokens: Tokens
-    """All that stand."""
+    """The committed tokens."""
     features: FeatureLog | None = None
-    """What a drafter reads of the target at these tokens."""
+    """Features of the target for a drafter at these tokens."""
     read: ReadRows | None = None
-    """[rows, width] the same of the pass in work, lazy."""
+    """[rows, width] features of the current pass, lazy."""
     ahead: list[Step] = field(default_factory=list)
-    """What is under way of the passes that are likely to be asked for next."""
+    """Steps of passes started ahead."""
     taken: Step | PrelaunchedPass | None = None
-    """Its part in the pass in work, if that had begun before it was asked for."""
+    """Its step in the current pass, if that had started ahead."""
     begun: mx.array | npt.NDArray[np.int32] | None = None
-    """[1] the choice after the pass in work, in the making, if the next one has begun with it."""
+    """[1] the lazy choice after the current pass, if the next one has started with it."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
-    """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
+    """The argmax tokens of the current pass (`BatchRequest.best`)."""
     asked: Verify | None = None
-    """The verification in work, or that follows unasked."""
+    """The verification in progress, or one granted in advance."""
     granted_in: int = 0
-    """The round of the message that granted what follows unasked."""
+    """The round of the message that granted further tokens."""
     request: BatchRequest | None = None
     """The verification that waits for a pass."""
     drafter_idle: bool = False
-    """No draft was prepared beside its last verification."""
+    """True if no draft was prepared during its last verification."""
     answered_at: float = 0.0
-    """When its last outcome was there."""
+    """Time of its last outcome."""
     gap_s: float = _UNKNOWN_S
-    """How long after an outcome its next verification usually comes."""
+    """Usual time from an outcome to its next verification."""
 
     @property
     def length(self) -> int:
-        """How many tokens stand, and are in a pass."""
+        """Number of tokens committed or in a pass."""
         return self.state.length
 
     def validate(self, message: Verify, most_rows: int, *, takes_trees: bool) -> TokenTree:
-        """What is to be verified.
+        """Return the tree to be verified.
 
         Args:
-            message: asks for it.
-            most_rows: that a verification may have.
-            takes_trees: whether it may fork.
+            message: the request.
+            most_rows: maximum for a verification.
+            takes_trees: True if it may branch.
 
         Raises:
             ProtocolError: it cannot be verified here.
@@ -99,22 +100,22 @@ class TargetSequence:
         return tree
 
     def _part_in(self, by: ForwardPass) -> Step | PrelaunchedPass | BatchRequest | None:
-        """Its part in a pass that is in work."""
+        """Return its step in a pass that is running."""
         parts = (self.taken, *self.ahead, self.request)
         return next((part for part in parts if part is not None and part.by is by), None)
 
     def row_in(self, by: ForwardPass) -> int | None:
-        """Its first row of this pass; None if it has none."""
+        """Return its first row of this pass; None if it has none."""
         part = self._part_in(by)
         return None if part is None else part.row
 
     def logits_in(self, by: ForwardPass) -> mx.array | None:
-        """[own rows, vocabulary] logits of this pass, lazy."""
+        """Return [own rows, vocabulary] logits of this pass, lazy."""
         part = self._part_in(by)
         return None if part is None else part.logits
 
     def take_ahead(self, chain: Tokens) -> Step | None:
-        """The pass that has begun ahead, if it is over this chain."""
+        """Return the pass started ahead, if it is over this chain."""
         step = self.ahead.pop(0) if self.ahead else None
         if step is not None and step.take_up(chain) is None:
             step = None
@@ -125,24 +126,24 @@ class TargetSequence:
     def begin_choice(
         self, logits: mx.array, message: Verify, tree: TokenTree
     ) -> mx.array | npt.NDArray[np.int32] | None:
-        """See `AcceptanceRule.begin`."""
+        """Begin the choice of tokens; see `AcceptanceRule.begin`."""
         begun, self.begun = self.begun, None
         return begun if begun is not None else self.rule.begin(logits, message, tree, self.best)
 
     def extend(self, message: Extend) -> None:
-        """More tokens may follow unasked, if the run that this is about goes on."""
+        """Grant more tokens in advance, if that run is still in progress."""
         if self.asked is not None and self.granted_in == message.round:
             self.asked = replace(self.asked, granted=self.asked.granted + message.granted)
 
     @property
     def comes_unasked(self) -> bool:
-        """Whether it will ask for a pass by itself, in a step or two that compute nothing."""
+        """Return True if it will request a pass by itself, in a step or two."""
         if self.asked is None or self.request is None:
             return self.asked is not None
         return self.request.is_computed and self.asked.granted > 0
 
     def begin_run(self, message: Verify) -> None:
-        """This is in work, and what it grants may follow."""
+        """Start this verification, and the run that it grants."""
         self.asked, self.granted_in = message, message.round
         self.drafter_idle = message.drafter_idle
 
@@ -154,12 +155,12 @@ class TargetSequence:
             self.answered_at = 0.0  # no message is waited for
 
     def end_run(self) -> None:
-        """Nothing follows unasked."""
+        """End the run of granted tokens."""
         self.asked = self.taken = self.begun = None
         self.ahead.clear()
 
     def begin(self, tree: TokenTree | None) -> Tokens:
-        """Begin a pass over these new tokens, if any; returns those to be fed before them."""
+        """Begin a pass over these new tokens, if any; return those to be fed before them."""
         owed = self.tokens[len(self.tokens) - self.state.owed :]
         if tree is None or tree.is_chain:
             self.state.append(len(tree) if tree is not None else 0)
@@ -168,7 +169,7 @@ class TargetSequence:
         return owed
 
     def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
-        """End the pass over a tree: these rows of it stand."""
+        """End the pass over a tree, committing these rows."""
         tokens = [tree.tokens[row] for row in rows]
         if tree.is_chain:
             self.state.commit(len(self.tokens) + len(tokens))
@@ -177,26 +178,26 @@ class TargetSequence:
         self.tokens += tokens
 
     def take_read(self, places: Sequence[int]) -> Rows | None:
-        """What was read at these rows of the pass, a path."""
+        """Return the features at these rows of the pass, a path."""
         rows, self.read = self.read, None
         if rows is None:
             return None
-        # On the host: on a GPU choosing some of them would be a launch of its own to wait for.
+        # On the host: on a GPU picking some of them would be a separate launch to wait for.
         return np.asarray(rows)[list(places)]
 
     def forget_features(self) -> None:
-        """What passes under way read was asked for by another drafter."""
+        """Drop the features of running passes, which another drafter requested."""
         self.ahead.clear()
         if self.request is not None:
             self.request.features = None
 
     def on_verify(self, now: float, busy_since: float, longest_s: float) -> None:
-        """Its next verification is here.
+        """Record the arrival of its next verification.
 
         Args:
-            now: when it came, at the latest.
-            busy_since: when the last pass began.
-            longest_s: for how long it would be waited for; 0 if that is not known.
+            now: latest possible time of arrival.
+            busy_since: start of the last pass.
+            longest_s: longest wait for it; 0 if unknown.
         """
         if not self.answered_at:
             return
@@ -205,21 +206,21 @@ class TargetSequence:
             gap_s = min(most_s, now - self.answered_at)
             self.gap_s += _SMOOTHING * (gap_s - self.gap_s)
         else:
-            # It came during a pass, at an unknown time. A wait that failed counts double; a
-            # sequence that is no longer waited for gets another chance in time.
+            # It arrived during a pass, at an unknown time. A failed wait counts double; a sequence
+            # that is no longer waited for gets another chance in time.
             missed_s = min(most_s, 2.0 * (busy_since - self.answered_at))
             self.gap_s = max(_FORGIVING * self.gap_s, missed_s)
 
     def wait_until(self, longest_s: float) -> float:
-        """Until when it pays to wait for its next verification; 0 if it does not."""
+        """Return the time until which waiting for its next verification pays; 0 if it does not."""
         if self.request is not None or not self.answered_at or self.gap_s > longest_s:
             return 0.0
         return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)
 
 
 def find_longest_wait(last: ForwardPass) -> float:
-    """How long, in seconds, it may pay to wait for those who were part of the last pass.
+    """Return the longest worthwhile wait, in seconds, for the sequences of the last pass.
 
-    0 while that pass has not ended.
+    It is 0 until that pass has ended.
     """
     return _LONGEST_WAIT * max(0.0, last.ended - last.started)

@@ -1,4 +1,4 @@
-"""The target as the verifier's passes see it: here as a whole, or spread over ranks."""
+"""The target as the verifier's passes see it: as a whole, or spread over ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,46 +25,46 @@ from services.mlx.tracing.traced_forward import FeatureReader, TracedForward
 
 @dataclass(frozen=True, kw_only=True)
 class TargetModel:
-    """How to compute with the target."""
+    """The functions and abilities of a target."""
 
     verify: Callable[..., Any]
     """(tokens[1, n], cache=caches) -> logits[1, n, vocabulary]"""
     prefill: Callable[..., Any]
-    """The same where only the KV is wanted; its result must not be used."""
+    """Like `verify` if only the KV is needed; its result must not be used."""
     states: StateFactory
-    """Makes the states of sequences; of the layers that are here."""
+    """Creates the states of sequences, for the layers in this process."""
     bucketed: bool
-    """See `KVStore`."""
+    """As for `KVStore`."""
     shares_passes: bool
-    """Whether several sequences may share a pass."""
+    """True if several sequences can share a pass."""
     takes_trees: bool
-    """Whether a pass may be over a tree of tokens."""
+    """True if a pass can be over a tree of tokens."""
     table: SlotTable | None
-    """Of shared passes in which one attention serves all sequences."""
+    """Slot table for shared passes in which one attention kernel serves all sequences."""
     pipelines: bool
-    """Whether a pass may begin before its token has been read."""
+    """True if a pass can start before its token has been read."""
     traced: TracedForward | None
-    """On a GPU that would wait for this process to build its passes."""
+    """Traced passes on a GPU, which would otherwise wait for this process to build them."""
     trial: TrialPasses | None = None
-    """How it is found out whether a drafter can read it, if it is one rank's part."""
+    """How a rank's part tests if a drafter can read it."""
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the chunks of several prompts may share a pass.
+        """True if the chunks of several prompts may share a pass.
 
-        Products of many rows round differently in company, and a recurrent prompt that is
-        resumed has the bits of a fresh one.
+        Products of many rows round differently in a batch, and a resumed recurrent prompt must have
+        the bits of a fresh one.
         """
         return self.shares_passes and self.states.way != "replay"
 
     def read(self, reader: FeatureReader) -> None:
-        """Let passes that are replayed hold what this reads of the model, as it does now."""
+        """Include this reader's present features in replayed passes."""
         for traced in (self.traced, self.table):
             if traced is not None:
                 traced.read(reader)
 
     def run_alone(self, tokens: mx.array) -> mx.array:
-        """Logits [1, n, vocabulary] of tokens [1, n] of no sequence."""
+        """Return logits [1, n, vocabulary] of tokens [1, n], without a sequence."""
         state = self.states.make()
         state.append(tokens.shape[1], whole=True)
         logits: mx.array = self.verify(tokens, cache=state.caches)
@@ -72,12 +72,12 @@ class TargetModel:
 
 
 def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True) -> TargetModel:
-    """Make an mlx-lm model ready for the verifier; changes its layers where that is faster.
+    """Prepare an mlx-lm model for the verifier; changes its layers where that is faster.
 
     Args:
         module: the model.
-        is_part: whether it is one rank's part, which computes in step with the others.
-        may_share_passes: whether it is worth trying to put several sequences into a pass.
+        is_part: True if it is one rank's part, which computes in step with the others.
+        may_share_passes: True to test if several sequences can share a pass.
     """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
     if on_cpu and kernel_of(module) is None and (is_part or not equip(module)):
@@ -100,14 +100,14 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         shares_passes=shares,
         takes_trees=takes_trees,
         table=_find_table(module, states) if bucketed and shares and not is_part else None,
-        # On a CPU the pass and this process would want the same cores.
+        # On a CPU the pass and this process would compete for cores.
         pipelines=not on_cpu,
         traced=None if on_cpu or is_part else _trace(module, states, takes_trees=takes_trees),
     )
 
 
 def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
-    """One rank's states, which its followers can repeat: keys and values of all tokens."""
+    """Return a factory for states that followers can mirror: keys and values of all tokens."""
     try:
         windows = windows_of(module)
     except ModelError as error:
@@ -116,7 +116,7 @@ def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
 
 
 def _find_table(module: Any, states: StateFactory) -> SlotTable | None:
-    """A table for shared passes on CUDA, if the model and the kernel work with one."""
+    """Return a table for shared passes on CUDA, if the model and the kernel support one."""
     table = find_table(module, states.make, attend_table)
     if table is not None:
         table.warm_up(module, states.make)

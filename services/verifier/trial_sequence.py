@@ -1,4 +1,4 @@
-"""A sequence of nobody's, for passes that are computed at load."""
+"""A synthetic sequence, for passes that are computed at load."""
 
 from protocol.messages import (
     CloseSequence,
@@ -17,10 +17,10 @@ _SHORTEST_MS = 1e-3
 
 
 class TrialSequence:
-    """Verifies chains and trees of a given shape, whatever their tokens.
+    """Verifies chains and trees of a given shape with arbitrary tokens.
 
     Args:
-        verifier: that has no other sequence.
+        verifier: has no other sequence.
         drafter_idle: as in `Verify`.
     """
 
@@ -29,14 +29,14 @@ class TrialSequence:
         self._position = self._round = 0
 
     def open(self, prompt: Tokens) -> None:
-        """Begin, or begin anew, with this text."""
+        """Start, or restart, with this text."""
         self._position = len(prompt)
         opening = OpenSequence(sequence=_SEQUENCE, tokens=prompt, sampling=Sampling())
         for _ in self._verifier.handle(opening):
             pass
 
     def verify(self, parents: Parents) -> float:
-        """Verify a pending token and as many draft tokens; returns milliseconds."""
+        """Verify a pending token and the draft tokens after it; returns milliseconds."""
         self._round += 1
         message = Verify(
             sequence=_SEQUENCE,
@@ -54,6 +54,6 @@ class TrialSequence:
         return taken_ms
 
     def close(self) -> None:
-        """Forget it, but for what the prefix cache keeps."""
+        """Close it; the prefix cache may keep its prefix."""
         for _ in self._verifier.handle(CloseSequence(sequence=_SEQUENCE)):
             pass

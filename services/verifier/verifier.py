@@ -1,4 +1,4 @@
-"""The target model: prefill, and verification of trees of drafts in one forward pass.
+"""The target model: prefill, and verification of draft trees in one forward pass.
 
 Trees of several sequences that wait at the same time share a pass (`batching`).
 """
@@ -50,7 +50,7 @@ from services.verifier.target_model import TargetModel, prepare
 MAX_DRAFT_TOKENS = 64
 
 _PROGRESS_S = 0.5
-"""How often a long prompt is reported on."""
+"""Interval of progress reports for a long prompt."""
 
 
 class Verifier:
@@ -102,7 +102,7 @@ class Verifier:
         return batcher
 
     def _reckon(self, *, logits: bool) -> PassMemory | None:
-        """What passes of a whole target take; prefixes that are kept give way to them."""
+        """Return the memory check for a whole target's passes; cached prefixes give way."""
         if self._target.verify is not self._model:
             return None
         return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
@@ -121,20 +121,22 @@ class Verifier:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may fork."""
+        """True if drafts may branch."""
         return self._target.takes_trees
 
     @property
     def rewinding(self) -> str:
-        """How this model gets back from a rejected draft, in words."""
+        """How this model rewinds after a rejected draft, in words."""
         return self._states.description
 
     def kv_tokens(self, kv_bytes: int) -> KVTokens:
-        """Tokens that the KV of all open sequences may hold, given so much memory (`kv.budget`)."""
+        """Return the tokens of KV for all open sequences in this much memory (`kv.budget`)."""
         return count_kv_tokens(self._kv_size, kv_bytes)
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """What a sequence waits for is pointless once it is closed or opened again."""
+        """Return True if a sequence was closed or reopened, which makes its current work
+        pointless.
+        """
         return (
             isinstance(current, OpenSequence | Verify)
             and isinstance(news, OpenSequence | CloseSequence)
@@ -163,7 +165,7 @@ class Verifier:
                 raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
 
     def linger_s(self, message: Work) -> float:
-        """A pass waits a moment for the others of the last one: they are about to come back."""
+        """Return a short wait for the other sequences of the last pass, which are expected soon."""
         own = self._sequences.get(message.sequence)
         if own is None or own.request is None or own.request.logits is not None:
             return 0.0
@@ -172,20 +174,20 @@ class Verifier:
         return max(0.0, max(until, default=0.0) - time.perf_counter())
 
     def _retire(self, number: int) -> None:
-        """Forget a sequence, but for what another may take from its KV."""
+        """Drop a sequence, but for the prefix that others may fork."""
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
             self._keep(sequence)
 
     def retire_all(self) -> None:
-        """Forget all sequences, even in the middle of a pass: their tokens are what is sure."""
+        """Drop all sequences, even in the middle of a pass: their committed tokens are kept."""
         self._revoked.clear()
         self.prelauncher.call_off()
         for number in list(self._sequences):
             self._retire(number)
 
     def new_state(self) -> SequenceState:
-        """An empty state for a sequence of this model."""
+        """Return an empty state for a sequence of this model."""
         return self._states.make()
 
     def _keep(self, sequence: TargetSequence) -> None:
@@ -197,7 +199,7 @@ class Verifier:
         self._features.keep(sequence)
 
     def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
-        """The sequence with what is known of its prompt, or will be in a moment."""
+        """Return the sequence, with the part of its prompt that is or will soon be cached."""
         rule = AcceptanceRule(message, self._folder)
         state = self._fork(message.tokens)
         if self._chunked_prefill.is_coming(message.tokens, state.length):
@@ -209,7 +211,7 @@ class Verifier:
         return TargetSequence(state, rule, tokens, features=log)
 
     def _fork(self, tokens: Tokens) -> SequenceState:
-        """The state of the longest beginning of these tokens that can be resumed anywhere."""
+        """Fork the state with the longest resumable prefix of these tokens."""
         running = [CachedPrefix(s.tokens, s.state) for s in self._sequences.values()]
         state = self._prompts.fork(tokens, running)
         return state if state is not None else self.new_state()
@@ -225,7 +227,7 @@ class Verifier:
             with self._chunked_prefill.register(message.sequence, message.tokens):
                 yield from self._prefill(message.sequence, sequence, message.tokens)
         except GeneratorExit:
-            self._keep(sequence)  # who asks again need not begin again
+            self._keep(sequence)  # a repeated request need not start anew
             raise
         self._sequences[message.sequence] = sequence
         yield from self._features.messages(message.sequence, sequence)
@@ -237,7 +239,7 @@ class Verifier:
         )
 
     def _read(self, message: ReadTarget) -> Generator[FromService | None]:
-        """Send these features from now on, and first what there is of them."""
+        """Send these features from now on, starting with those available."""
         before = self._features.request
         try:
             self._features.configure(message.features, message.number)
@@ -252,7 +254,7 @@ class Verifier:
     def _prefill(
         self, number: int, sequence: TargetSequence, tokens: Tokens
     ) -> Generator[PrefillProgress | None]:
-        """Compute these tokens, in pieces, and say now and then how far that has come."""
+        """Compute these tokens in pieces, reporting progress from time to time."""
         reported, reported_at = sequence.length, time.perf_counter()
         if self._external is not None:
             yield from self._external.fill(sequence.state, sequence.tokens, tokens)
@@ -288,7 +290,7 @@ class Verifier:
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree
     ) -> Generator[FromService | None, None, VerificationOutcome]:
-        """Verify what was asked for, and begin the next pass if its token is granted."""
+        """Run the requested verification, and start the next pass if its token is granted."""
         tree = sequence.rule.drop_impossible(message, asked)
         drafter_idle = all(one.drafter_idle for one in self._sequences.values())
         self.spare_cores.begin_pass(drafter_idle=drafter_idle)
@@ -300,7 +302,7 @@ class Verifier:
             read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
-            self._sequences.pop(message.sequence, None)  # its state is of no use any more
+            self._sequences.pop(message.sequence, None)  # its state is no longer usable
             raise
         self._record_pass(by)
         sequence.answered_at = self._idle_since
@@ -312,9 +314,9 @@ class Verifier:
     def _choose(
         self, sequence: TargetSequence, message: Verify, tree: TokenTree
     ) -> Generator[None, None, tuple[mx.array, ForwardPass, Choices | None]]:
-        """Logits of a tree, their pass, and what `AcceptanceRule.begin` makes of them.
+        """Return the logits of a tree, their pass, and the result of `AcceptanceRule.begin`.
 
-        What comes next is perhaps under way.
+        The next pass may be running by then.
         """
         while True:
             logits, by = yield from self._logits(sequence, tree)
@@ -333,11 +335,11 @@ class Verifier:
     def _logits(
         self, sequence: TargetSequence, tree: TokenTree
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
-        """[rows, vocabulary] logits, perhaps still in the making; the KV holds the tree."""
+        """Return [rows, vocabulary] logits, possibly lazy; the KV holds the tree."""
         ahead, sequence.best = sequence.take_ahead(tree.tokens), None
         if ahead is not None:
             if ahead.by is not self._last_pass:
-                ahead.by.started = self._idle_since  # at work ever since: the device did not idle
+                ahead.by.started = self._idle_since  # running ever since: the device was not idle
             self._start_ahead(ahead.by)
             sequence.best, sequence.read = ahead.best, ahead.features
             return ahead.logits, ahead.by
@@ -352,7 +354,7 @@ class Verifier:
         sequence.request = asked
         try:
             if len(self._sequences) > 1:
-                yield None  # others may join in
+                yield None  # others may join
             while not asked.is_computed and self._is_somebody_coming():
                 yield None
             result = self._batcher.result(asked)
@@ -364,31 +366,31 @@ class Verifier:
             self._batcher.withdraw(asked)
 
     def _is_somebody_coming(self) -> bool:
-        """Whether another one will ask for a pass in a moment, without a message."""
+        """Return True if another sequence will soon request a pass without a message."""
         return any(one.comes_unasked for one in self._sequences.values())
 
     def _feed_owed(self, sequence: TargetSequence) -> None:
-        """A pass over the tokens that stand but have to be fed again, and no others."""
+        """Run a pass over the owed tokens alone."""
         request = self._batcher.submit([], sequence.state, partial(sequence.begin, None))
         self._batcher.result(request)
         sequence.state.commit(len(sequence.tokens))
 
     def _start_ahead(self, by: ForwardPass) -> None:
-        """Begin the next pass on a device that would idle until its tokens have been read."""
+        """Start the next pass on a device that would idle until its tokens have been read."""
         if self.pipelines:
             self._pass_ahead.start(by, self._sequences.values())
 
     def _record_pass(self, by: ForwardPass) -> None:
-        """Keep the times of a pass, which end with its first outcome."""
+        """Record the times of a pass, which end with its first outcome."""
         now = time.perf_counter()
         if by is not self._last_pass:
             by.waited, by.ended = by.started - self._idle_since, now
             self._last_pass = by
-        # The next line may lose the core to whoever waited for the outcome.
+        # The next line may lose the core to a process that waited for the outcome.
         self._idle_since = now
 
     def _validate(self, message: Verify) -> tuple[TargetSequence, TokenTree]:
-        """The sequence, and what is to be verified, if it can be."""
+        """Return the sequence and the tree to be verified, or raise ProtocolError."""
         sequence = self._sequences[message.sequence]
         most = 1 + self.max_draft_tokens
         return sequence, sequence.validate(message, most, takes_trees=self.takes_trees)
