@@ -1,7 +1,7 @@
 """The drafter service: turns rounds into calls of a backend, and its layers into DraftTrees.
 
-Whoever asks may be a host of another kind, so each message is compared with what the sequence
-holds and with what the backend can do before the backend sees it.
+A host of another kind may send the messages, so each is checked against the sequence and the
+backend's abilities before it reaches the backend.
 """
 
 import time
@@ -39,7 +39,7 @@ from services.runtime.sequence_table import SequenceTable, check_rewind
 
 
 class Drafter:
-    """Keeps preparing drafts; interruptible between two layers."""
+    """Prepares drafts; interruptible between two layers."""
 
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
@@ -48,14 +48,14 @@ class Drafter:
         """Committed tokens of each sequence that is open and prefilled."""
 
     def forget(self) -> None:
-        """Whoever asked is gone: close what is open."""
+        """Close all sequences: the orchestrator is gone."""
         for sequence in self._open:
             self._backend.close(sequence)
         self._open.clear()
         self._lengths.clear()
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
+        """Return True for news of a sequence with older work; only its end aborts a prefill."""
         if news.sequence != current.sequence or isinstance(current, CloseSequence):
             return False
         if isinstance(news, Features) or isinstance(current, Features):
@@ -65,7 +65,7 @@ class Drafter:
         )
 
     def linger_s(self, message: Work) -> float:
-        """A drafter waits for nobody."""
+        """Return 0: a drafter does not wait for other messages."""
         del message
         return 0.0
 
@@ -127,7 +127,7 @@ class Drafter:
         self._check_tokens([message.pending])
         self._commit(message)
         if not message.count:
-            return  # it only ends what was being drafted, or catches up
+            return  # it only aborts a draft, or catches up
         options, count = self._options(message), self._clip(message.count)
         sequence, pending, backend = message.sequence, message.pending, self._backend
         layers: Iterable[TreeLayer | None]
@@ -150,7 +150,7 @@ class Drafter:
         )
 
     def _commit(self, message: Prepare | DraftNow) -> None:
-        """Bring the backend up to date; raises ProtocolError if the message does not fit."""
+        """Update the backend; raises ProtocolError if the message does not fit."""
         sequence, base, tokens = message.sequence, message.base, message.tokens
         check_rewind(self._lengths[sequence], base)
         self._check_tokens(tokens)
@@ -176,7 +176,7 @@ class Drafter:
         return tree
 
     def _clip(self, depth: int) -> int:
-        """A backend may always draft less than it is asked for."""
+        """Return the depth to request; a backend may always draft less."""
         return min(depth, self._backend.identity.max_draft_tokens)
 
     def _check_tokens(self, tokens: Tokens) -> None:
@@ -189,24 +189,23 @@ class _Answers:
     """The trees that answer one message.
 
     Args:
-        message: what was asked.
-        known: the branch that was asked for; empty: the layers say which branches there are.
+        message: the request.
+        known: the requested branch; empty if the layers name the branches.
     """
 
     def __init__(self, message: Prepare | DraftNow, known: list[tuple[int, int]]) -> None:
         self._message, self._known = message, known
-        """What the drafter saw when it looked back on the tokens that came with it."""
         self._most = message.depth if isinstance(message, Prepare) else message.count
         self._began = time.monotonic_ns()
         self._depth, self._width = 0, 1
 
     def send(self, layers: Iterable[TreeLayer | None]) -> Generator[FromService | None]:
-        """One tree per layer."""
+        """Yield one tree per layer."""
         for layer in layers:
             yield None if layer is None else self._tree(layer)
 
     def finish(self) -> Generator[FromService]:
-        """A last tree, if there were fewer layers than were asked for."""
+        """Yield a last tree, if there were fewer layers than requested."""
         if self._depth < self._most:
             ends = [END_OF_BRANCH] * self._width
             yield self._tree(TreeLayer([], ends, [0.0] * self._width), is_last=True)
@@ -214,7 +213,7 @@ class _Answers:
     def _tree(self, layer: TreeLayer, *, is_last: bool = False) -> DraftTree:
         self._depth, self._width = self._depth + 1, len(layer.tokens)
         outcomes = self._known or [(o.accepted, o.bonus) for o in layer.outcomes]
-        # Where one layer ends the next begins, however long it takes to send the first.
+        # Where one layer ends the next begins, however long sending the first takes.
         now = time.monotonic_ns()
         began, self._began = self._began, now
         return DraftTree(
@@ -233,7 +232,7 @@ class _Answers:
 
 
 def _as_layers(drafted: Iterable[DraftedToken | None]) -> Iterator[TreeLayer | None]:
-    """A draft as a tree that does not fork."""
+    """Convert a draft to a tree without branches."""
     for draft in drafted:
         if draft is None:
             yield None
@@ -243,5 +242,5 @@ def _as_layers(drafted: Iterable[DraftedToken | None]) -> Iterator[TreeLayer | N
 
 
 def _to_probability(confidence: float) -> float:
-    """What a message may carry, whatever rounding and extreme logits made of it."""
+    """Clamp a confidence, which rounding or extreme logits may push out of range."""
     return min(1.0, max(0.0, confidence)) if isfinite(confidence) else 0.0

@@ -28,7 +28,7 @@ def run(settings: DrafterSettings) -> None:
             _serve(settings, create_backend(settings))
 
 
-# What another backend needs is imported only if it is asked for.
+# The dependencies of other backends are imported only on demand.
 
 
 def _relay_to_server(settings: DrafterSettings) -> None:

@@ -1,9 +1,9 @@
 """A drafter whose context is shorter than the target's: it drafts on the most recent tokens.
 
-Where a sequence outgrows the context, the backend opens it anew with its last tokens, half a
-context of them, so that this is rare. A backend then counts positions from the first token
-that it has; the noise belongs to the sequence's own positions, so `RoundOptions.shift` says what is
-missing. The rest is the backend's own business, and a shorter memory costs acceptance only.
+Where a sequence outgrows the context, the backend reopens it with its last tokens, half a context
+of them, so that this is rare. A backend then counts positions from the first token that it has; the
+noise belongs to the sequence's own positions, so `RoundOptions.shift` has the difference.
+Everything else is up to the backend, and a shorter memory costs only acceptance.
 """
 
 from collections.abc import Generator
@@ -35,18 +35,18 @@ class _Window:
     first: int = 0
     """Position of the first token that the backend has."""
     held: bool = False
-    """Whether the backend has the sequence open, from there on."""
+    """True if the backend has the sequence open, from there on."""
     states: list[tuple[int, Rows]] = field(default_factory=list)
-    """The target's states that came, with the positions at which they begin."""
+    """The target's states that arrived, with their first positions."""
 
     def states_since_first(self) -> list[tuple[int, Rows]]:
-        """Of tokens that the backend has, by its own positions."""
+        """Return the states of tokens that the backend has, by its own positions."""
         cut = [(first, rows[max(0, self.first - first) :]) for first, rows in self.states]
         return [(max(0, first - self.first), rows) for first, rows in cut if len(rows)]
 
 
 class SlidingContextBackend:
-    """A backend with a context of any length, around one with a limit."""
+    """A backend with a context of any length, built on one with a limit."""
 
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
@@ -55,14 +55,14 @@ class SlidingContextBackend:
         self.identity: BackendIdentity = backend.identity._replace(context_length=0)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
-        """Take in the tokens, or as many of the last as fit."""
+        """Open the sequence with the tokens, or as many of the last as fit."""
         window = _Window(sampling, list(tokens))
         self._windows.pop(sequence, None)
         yield from self._reopen(sequence, window)
         self._windows[sequence] = window
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Rewind to `base` and append; the backend gets what its context holds."""
+        """Rewind to `base` and append; the backend gets what fits its context."""
         window = self._windows[sequence]
         check_rewind(len(window.tokens), base)
         window.tokens[base:] = tokens
@@ -73,12 +73,12 @@ class SlidingContextBackend:
             window.held = False
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
-        """See `base.TargetReading`; states of tokens that the backend does not have are dropped."""
+        """Pass on the target's states of tokens that the backend has; drop others."""
         window = self._windows.get(sequence)
         if window is None or not isinstance(self._backend, TargetReading):
             return
         window.states.append((first, rows))
-        # What lies further back will not be in the context again.
+        # Earlier ones will not be in the context again.
         oldest = first + len(rows) - self._context
         while window.states[0][0] + len(window.states[0][1]) <= oldest:
             del window.states[0]
@@ -94,7 +94,7 @@ class SlidingContextBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Branches on the window; none if not even a chain fits the context."""
+        """Prepare branches on the window; none if not even a chain fits the context."""
         window = self._windows[sequence]
         if not self._roomy(len(chain) + depth):
             return
@@ -110,7 +110,7 @@ class SlidingContextBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """As `prepare`, for a backend that takes trees."""
+        """Prepare for a tree like `prepare`, if the backend takes trees."""
         window, backend = self._windows[sequence], self._backend
         if not self._roomy(len(tree) + depth) or not isinstance(backend, TreeDrafting):
             return
@@ -121,7 +121,7 @@ class SlidingContextBackend:
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """As `draft`, for a backend that takes trees."""
+        """Draft a tree like `draft`, if the backend takes trees."""
         window, backend = self._windows[sequence], self._backend
         if not self._roomy(1 + count) or not isinstance(backend, TreeDrafting):
             return
@@ -132,7 +132,7 @@ class SlidingContextBackend:
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """A draft on the window."""
+        """Draft on the window."""
         window = self._windows[sequence]
         if not self._roomy(1 + count):
             return
@@ -141,16 +141,16 @@ class SlidingContextBackend:
         yield from self._backend.draft(sequence, pending, count, shifted)
 
     def close(self, sequence: int) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         self._windows.pop(sequence, None)
         self._backend.close(sequence)
 
     def _roomy(self, ahead: int) -> bool:
-        """Whether half the context holds what a round adds."""
+        """Return True if half the context holds what a round adds."""
         return ahead <= self._context - self._context // 2
 
     def _make_room(self, sequence: int, window: _Window, ahead: int) -> Generator[None]:
-        """Have the sequence open with room for `ahead` tokens more."""
+        """Have the sequence open with room for `ahead` more tokens."""
         if not window.held or len(window.tokens) - window.first + ahead > self._context:
             yield from self._reopen(sequence, window)
 

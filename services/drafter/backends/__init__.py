@@ -1,1 +1,1 @@
-"""Drafter backends. `base.py` says how to write one."""
+"""Drafter backends. `base.py` defines their interface."""

@@ -1,17 +1,16 @@
-"""What a drafter backend is. Read this to write another one.
+"""The interface of a drafter backend. Read this to write another one.
 
-A backend drafts for sequences that the drafter process names by number. It owns whatever
-state it needs (a KV, a list of tokens) and may do as little as it likes: fewer branches,
-shorter drafts or none at all cost speed only, never correctness, because the target
-verifies every token.
+A backend drafts for sequences that the drafter process identifies by number. It owns all the state
+it needs (a KV, a list of tokens) and may do less than requested: fewer branches, shorter drafts or
+none cost only speed, never correctness, because the target verifies every token.
 
-One promise matters: a draft token is a function of the tokens before it, unless it was drawn
-at random; then the distribution that it was drawn from comes with it, exactly, and what was drawn
-does not decide what is offered (`protocol.decoding.rejection`, `candidates.draft_tokens`).
+One guarantee is required: a draft token is a function of the tokens before it, unless it was drawn
+at random; then its exact distribution comes with it, and the drawn token does not influence what is
+offered (`protocol.decoding.rejection`, `candidates.draft_tokens`).
 
-Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
-to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on
-failure and stay usable for other sequences.
+Lifecycle of a sequence: `open` with the committed tokens; then, per round, `commit` updates it and
+one of `prepare` or `draft` is called; `close` ends it. Methods raise on failure and stay usable for
+other sequences.
 """
 
 from collections.abc import Generator
@@ -24,43 +23,44 @@ from protocol.decoding.token_tree import TokenTree
 from protocol.messages import DraftDistribution, FeatureRequest, Sampling, Tokens
 
 MAX_DRAFT_TOKENS = 64
-"""The deepest tree that any of our own backends grows."""
+"""Depth of the deepest tree that our own backends grow."""
 
 Rows = npt.NDArray[Any]
 """[tokens, width] of the target's states."""
 
 
 class Outcome(NamedTuple):
-    """What a verification may return: accepted draft tokens, then the bonus token."""
+    """A possible result of a verification: number of accepted draft tokens, and bonus token."""
 
     accepted: int
     bonus: int
 
 
 class RoundOptions(NamedTuple):
-    """What a backend that draws tokens at random needs to know of a round; others ignore it."""
+    """Options of a round for backends that draw tokens at random; others ignore them."""
 
     number: int = 0
-    """The round: two rounds draw independently."""
+    """Number of the round: two rounds draw independently."""
     held_back: int = 0
-    """How many of the best tokens Saguaro sampling holds back."""
+    """Number of top tokens that Saguaro sampling holds back."""
     shift: int = 0
-    """Tokens that a backend with a short context was not given (see `sliding_context`): what to
-    add to its positions where the noise of a position is asked for."""
+    """Tokens omitted for a backend with a short context (see `sliding_context`), to be added to
+    its positions when looking up the noise of a position.
+    """
     siblings: int = 0
-    """Candidates to name beside the best one, for `TreeDrafting`."""
+    """Number of candidates besides the best one, for `TreeDrafting`."""
 
 
 DEFAULT_ROUND_OPTIONS = RoundOptions()
 
 
 class DraftedToken(NamedTuple):
-    """One draft token, and how sure the backend is of it (see `TreeLayer.confidences`)."""
+    """One draft token, and the backend's confidence (see `TreeLayer.confidences`)."""
 
     token: int
     confidence: float
     distribution: DraftDistribution = DraftDistribution()
-    """What the token was drawn from; without tokens, as here, it was not drawn."""
+    """The distribution it was drawn from; without tokens, as here, it was not drawn."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,19 @@ class TreeLayer:
     """One depth of all branches."""
 
     outcomes: list[Outcome]
-    """The branches, in an order that all layers of one tree share."""
+    """The branches, in the same order in all layers of a tree."""
     tokens: list[int]
     """The draft token of each branch at this depth, or `messages.END_OF_BRANCH`."""
     confidences: list[float]
-    """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
-    the orchestrator learns how often tokens of a given confidence are accepted."""
+    """Confidence of each of these tokens, 0 to 1; a rough estimate suffices, since the
+    orchestrator learns how often tokens of a given confidence are accepted.
+    """
     distributions: list[DraftDistribution] = field(default_factory=list)
-    """What each of these tokens was drawn from; empty if none was drawn."""
+    """The distribution each of these tokens was drawn from; empty if none was drawn."""
     parents: list[int] = field(default_factory=list)
-    """Which of the layer before each token follows, at the first layer which outcome; siblings
-    in falling order of likelihood. Empty: one token for each, in their order."""
+    """Index in the layer before that each token follows, in the first layer an index of
+    `outcomes`; siblings in descending order of likelihood. Empty: one token for each, in order.
+    """
 
 
 class BackendIdentity(NamedTuple):
@@ -92,27 +94,27 @@ class BackendIdentity(NamedTuple):
     compute_unit: str
     max_draft_tokens: int
     features: FeatureRequest | None = None
-    """What it reads of the target; then it is `TargetReading`, too."""
+    """Features it reads from the target; if set, it also implements `TargetReading`."""
     takes_trees: bool = False
-    """Whether it prepares for the outcomes of trees, and grows branches that fork."""
+    """True if it prepares for the outcomes of trees, and grows branching trees."""
 
 
 @runtime_checkable
 class TargetReading(Protocol):
-    """What a backend that reads the target can do besides."""
+    """Additional methods of a backend that reads the target."""
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
-        """The target's states at committed tokens from position `first` on, [tokens, width].
+        """Read the target's states at committed tokens from position `first` on, [tokens, width].
 
-        They may come before the tokens do, again, in any order, or never: then the backend
-        drafts without. Sequences that are not open are ignored.
+        They may arrive before the tokens, repeatedly, in any order, or never: then the backend
+        drafts without them. Sequences that are not open are ignored.
         """
         ...
 
 
 @runtime_checkable
 class TreeDrafting(Protocol):
-    """What a backend whose identity says `takes_trees` can do besides."""
+    """Additional methods of a backend whose identity says `takes_trees`."""
 
     def prepare_tree(
         self,
@@ -122,17 +124,17 @@ class TreeDrafting(Protocol):
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """As `DraftBackend.prepare`, for the outcomes of verifying a tree.
+        """Like `DraftBackend.prepare`, for the outcomes of verifying a tree.
 
-        An outcome's first number is the row of the last token that stands; no child of that
-        row can be its bonus token.
+        An outcome's first number is the row of the last accepted token; no child of that row can be
+        its bonus token.
         """
         ...
 
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """Up to `count` layers of the one branch after the pending token, with siblings.
+        """Yield up to `count` layers of the one branch after the pending token, with siblings.
 
         The outcome in the first layer is (0, pending).
         """
@@ -144,14 +146,14 @@ class DraftBackend(Protocol):
 
     @property
     def identity(self) -> BackendIdentity:
-        """Fixed once the backend is constructed, which is when models are loaded."""
+        """The backend's identity, fixed once its models are loaded in the constructor."""
         ...
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Start a sequence with these committed tokens (a prefill, say).
 
-        Yields at points where the work may be abandoned; the sequence is open when the
-        generator ends.
+        Yields at points where the work may be abandoned; the sequence is open when the generator
+        ends.
         """
         ...
 
@@ -167,22 +169,22 @@ class DraftBackend(Protocol):
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Branches for the outcomes of verifying `chain`, one depth at a time.
+        """Yield branches for the outcomes of verifying `chain`, one depth at a time.
 
-        `chain[0]` is the pending token, which follows the committed ones; the target is
-        verifying chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are wanted for each
-        acceptance length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which
-        was rejected. The generator may be closed between two layers. None is a pause in which
-        other sequences may be worked for.
+        `chain[0]` is the pending token, which follows the committed ones; the target is verifying
+        chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are requested for each acceptance
+        length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which was rejected. The
+        generator may be closed between two layers. None is a pause in which other sequences may be
+        served.
         """
         ...
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """Up to `count` draft tokens after the pending token, one at a time."""
+        """Yield up to `count` draft tokens after the pending token, one at a time."""
         ...
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence; unknown ones are ignored."""
+        """Drop a sequence; unknown ones are ignored."""
         ...

@@ -1,13 +1,13 @@
 """The neural backend on a converted model: CoreML on macOS, the reference runtime elsewhere.
 
-The same tree drafting as `mlx.py`, over a state of fixed size. A *slot* is a row of it: the
-trunk, committed tokens and then the chain under verification, has the slots of its
-positions; each depth of the tree writes behind it, `branches` rows at a time. Which slots a
-branch sees is a mask, so forking and rewinding move nothing, and no call writes to a slot of
-a committed token: what follows the last one is scratch until it is committed.
+It drafts trees like `mlx.py`, over a state of fixed size. A *slot* is a row of it: the trunk, which
+is the committed tokens and then the chain under verification, occupies the slots of its positions;
+each depth of the tree is written after it, `branches` rows at a time. The slots a branch attends to
+are a mask, so forking and rewinding move nothing, and no call writes to a slot of a committed
+token: everything after the last one is scratch until it is committed.
 
-The chain of the next round is fed again in one call, wherever it was in the tree: its last
-token has to be fed anyway, and a call of many tokens costs hardly more than one of one.
+The chain of the next round is fed again in one call, even if it was in the tree: its last token has
+to be fed anyway, and a call of many tokens costs hardly more than one of one.
 """
 
 from collections.abc import Generator
@@ -46,7 +46,7 @@ class _Sequence:
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it, for the trunk's recent tokens."""
     processor: LogitsProcessor | None = None
-    """After `fed`, if the request shapes logits."""
+    """State after `fed`, if the request processes logits."""
 
 
 class Call(NamedTuple):
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 class CoremlBackend:
-    """See `base.DraftBackend`."""
+    """Draft backend on a converted model; see `base.DraftBackend`."""
 
     def __init__(self, model: ConvertedModel) -> None:
         """Draft with a converted model; raises ModelError if it lacks a function."""
@@ -91,7 +91,7 @@ class CoremlBackend:
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens; they are fed with the next chain."""
+        """Record the committed tokens; they are fed with the next chain."""
         known = self._sequences[sequence]
         check_rewind(len(known.committed), base)
         known.committed[base:] = tokens
@@ -106,7 +106,7 @@ class CoremlBackend:
     ) -> Generator[TreeLayer]:
         """Fork every row of the chain, then grow all branches depth by depth.
 
-        A sequence that has outgrown the state is not drafted for any more.
+        A sequence that has outgrown the state gets no more drafts.
         """
         known = self._sequences[sequence]
         if not self._extend(known, known.committed + chain, rows=len(chain)):
@@ -136,7 +136,7 @@ class CoremlBackend:
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
-        """One continuation on the trunk, one token per call."""
+        """Draft one continuation on the trunk, one token per call."""
         known = self._sequences[sequence]
         tail = [pending]
         for _ in range(count):
@@ -154,7 +154,7 @@ class CoremlBackend:
     # ------------------------------------------------------------ the trunk
 
     def _calls(self, start: int, stop: int, rows: int) -> list[Call]:
-        """The calls that feed positions [start, stop), the last `rows` with their candidates."""
+        """Return the calls that feed positions [start, stop), the last `rows` with candidates."""
         return calls_for(
             start,
             stop,
@@ -165,9 +165,9 @@ class CoremlBackend:
         )
 
     def _extend(self, known: _Sequence, wanted: Tokens, rows: int) -> bool:
-        """Make the trunk `wanted`, with candidates after its last `rows` tokens.
+        """Set the trunk to `wanted`, with candidates after its last `rows` tokens.
 
-        False if it does not fit into the state.
+        Returns False if it does not fit into the state.
         """
         if len(wanted) > self._model.slots:
             return False
@@ -205,7 +205,7 @@ class CoremlBackend:
     def _fork(
         self, known: _Sequence, chain: Tokens, fan_out: list[int], options: RoundOptions
     ) -> list[Outcome]:
-        """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
+        """Return the outcomes to prepare for: the best bonus tokens at each acceptance length."""
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):
             position = len(known.committed) + accepted
@@ -216,17 +216,17 @@ class CoremlBackend:
         return roots
 
     def _rows(self, branches: int) -> int:
-        """Slots that one depth takes: a call writes all its rows."""
+        """Return the slots of one depth: a call writes all its rows."""
         return -(-branches // self._branches) * self._branches
 
     def _window(self, known: _Sequence, level: int, branches: int) -> int:
-        """First slot of a depth of the tree."""
+        """Return the first slot of a depth of the tree."""
         return len(known.fed) + level * self._rows(branches)
 
     def _grow(
         self, known: _Sequence, base: int, roots: list[Outcome], tokens: Tokens, level: int
     ) -> list[Top]:
-        """Feed one token per branch; the candidates after each."""
+        """Feed one token per branch; return the candidates after each."""
         tops: list[Top] = []
         start = self._window(known, level, len(roots))
         for first in range(0, len(roots), self._branches):
@@ -251,18 +251,18 @@ class CoremlBackend:
 def _branch_processors(
     trunk: LogitsProcessor | None, lengths: list[int]
 ) -> list[LogitsProcessor | None]:
-    """A processor for each branch, after so many of the trunk's tokens."""
+    """Return a processor for each branch, after its number of trunk tokens."""
     return [None if trunk is None else trunk.branch(length) for length in lengths]
 
 
 def calls_for(
     start: int, stop: int, rows: int, *, chunk: int, branches: int, slots: int
 ) -> list[Call]:
-    """How positions [start, stop) are fed.
+    """Return how positions [start, stop) are fed.
 
-    Tokens whose candidates nobody wants go through `prefill`, the last `rows` through `tree`
-    or `decode`. Near the end of the state a function of fewer rows takes over, because a call
-    writes all its rows.
+    Tokens whose candidates are not needed go through `prefill`, the last `rows` through `tree` or
+    `decode`. Near the end of the state a function of fewer rows takes over, because a call writes
+    all its rows.
     """
     calls = []
     while start < stop:

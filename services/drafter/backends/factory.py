@@ -1,4 +1,4 @@
-"""Starts the backend of a name. What it needs is imported here and only then."""
+"""Create a backend by name. Its dependencies are imported only here, on demand."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
-    """The backend that the settings name, its model loaded.
+    """Create the backend named in the settings and load its model.
 
     Raises:
         ModelError: the model folder is not usable.
-        UsageError: the backend drafts in a program of its own.
+        UsageError: the backend drafts in a separate program.
     """
     match settings.backend:
         case "mlx":
@@ -29,7 +29,9 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
         case "coreml":
             return _create_coreml(settings)
         case "ngram":
-            raise UsageError("the orchestrator looks prompts up by itself: ngram has no drafter")
+            raise UsageError(
+                "the orchestrator looks up drafts in the prompt by itself: ngram has no drafter"
+            )
         case "stdio":
             raise UsageError("the stdio backend runs another program, which cannot be itself")
         case "remote":

@@ -1,4 +1,4 @@
-"""How a tree grows at a drafter: what is fed in which order, and how branches go on. Pure."""
+"""How a tree grows at a drafter: the order of feeding, and the growth of branches. Pure."""
 
 from typing import NamedTuple
 
@@ -8,20 +8,20 @@ from services.drafter.backends.mlx_tree import Bud
 
 
 class Layout(NamedTuple):
-    """Where the rows of a tree are at a drafter: the first in the trunk, the others behind it."""
+    """Places of a tree's rows at a drafter: the first in the trunk, the others after it."""
 
     places: list[Bud]
-    """Of each row, as the parent of what follows it: the token is not looked at."""
+    """Each row as the parent of its successors; the token is unused."""
     levels: list[list[tuple[int, Bud]]]
-    """The rows behind the trunk with what is fed for them; each level is fed at once."""
+    """The rows after the trunk with what is fed for them; each level is fed at once."""
 
 
 def lay_out(tree: TokenTree, base: int, *, held: int, by_depth: bool) -> Layout:
-    """Where a tree goes that begins at position `base`.
+    """Return the layout of a tree whose first position is `base`.
 
     Args:
         held: how many of the rows of its stem are in the trunk.
-        by_depth: whether a row can be fed only after its parent.
+        by_depth: True if a row can be fed only after its parent.
     """
     rows = list(range(held, len(tree)))
     if by_depth:
@@ -47,11 +47,11 @@ class Tip(NamedTuple):
 
     token: int
     parent: int
-    """Which of the tokens fed before it follows; -1: the trunk's last one that it sees."""
+    """Index of the fed token that it follows; -1 for the last trunk token it attends to."""
     fork: int
-    """Position of the last trunk token that it sees."""
+    """Position of the last trunk token that it attends to."""
     place: int
-    """Its index in the layer before; of a bonus token, its outcome's."""
+    """Its index in the layer before; for a bonus token, its outcome's."""
 
 
 def grow_layer(
@@ -61,15 +61,15 @@ def grow_layer(
     first: int,
     options: RoundOptions,
 ) -> tuple[TreeLayer, list[Tip]]:
-    """The next depth, and what of it is fed.
+    """Return the next depth, and the tips that are fed from it.
 
-    The best candidate of each branch goes on; its siblings are leaves.
+    The best candidate of each branch continues; its siblings are leaves.
 
     Args:
         outcomes: the branches.
         tips: what was fed.
-        candidates: of each tip, what may follow, best first.
-        first: index of the first tip among all that was fed.
+        candidates: for each tip, its possible successors, best first.
+        first: index of the first tip among all fed tokens.
         options: whether siblings are named.
     """
     pairs = enumerate(zip(tips, candidates, strict=True), start=first)
@@ -94,7 +94,7 @@ def begin_tips(outcomes: list[Outcome], places: list[Bud]) -> list[Tip]:
 
     Args:
         outcomes: the branches.
-        places: of each row, where it is at the drafter.
+        places: for each row, its place at the drafter.
     """
     return [
         Tip(bonus, places[row].parent, places[row].fork, place)

@@ -1,10 +1,10 @@
 """Drafts from a program that speaks the line protocol.
 
-Its context is what was sent to it since the last RESET, and only RESET takes anything back.
-So it is sent nothing but tokens that are sure: the committed ones, and the pending one. While
-the target verifies, the pending token's continuation is asked for, further than the chain
-goes: where it leaves the chain, it names one outcome and what follows it. That is all the
-protocol can say: one branch, no probabilities, one sequence, and no interruption.
+Its context is everything sent to it since the last RESET, and only RESET takes anything back. So it
+is sent only final tokens: the committed ones, and the pending one. While the target verifies, the
+pending token's continuation is requested beyond the end of the chain: where it leaves the chain, it
+gives one outcome and its continuation. The protocol supports no more than that: one branch, no
+probabilities, one sequence, and no interruption.
 """
 
 import os
@@ -33,15 +33,15 @@ from services.drafter.server.line_protocol import MAX_DRAFT_TOKENS, Lines, read_
 from services.runtime.sequence_table import check_rewind
 
 _CONFIDENCE = 0.5
-"""The protocol has none; the orchestrator learns what this one is worth."""
+"""The protocol has none; the orchestrator learns the reliability of this one."""
 
 
 class LineBackend:
-    """See `base.DraftBackend`.
+    """Draft backend on the line protocol; see `base.DraftBackend`.
 
     Raises:
-        ModelError: the program does not do what the protocol says.
-        BackendLost: it ended, hung, or said something else.
+        ModelError: the program violates the protocol.
+        BackendLost: it exited, hung, or sent an invalid line.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class LineBackend:
         self._timeout_s = answer_timeout_s
         self._lines = Lines()
         self._sequence: int | None = None
-        """Whose context it is."""
+        """The sequence of its context."""
         self._committed: Tokens = []
         self._sent: Tokens = []
         """The program's context."""
         self._continuation: Tokens = []
-        """What it said comes after it."""
+        """The program's continuation of its context."""
         self.identity = BackendIdentity(
             backend="stdio",
             model=program.name,
@@ -83,7 +83,7 @@ class LineBackend:
             self._check_owner(sequence)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens; they are sent when a draft is asked for."""
+        """Record the committed tokens; they are sent when a draft is requested."""
         self._check_owner(sequence)
         check_rewind(len(self._committed), base)
         self._committed[base:] = tokens
@@ -96,7 +96,7 @@ class LineBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """The one outcome that its continuation names, and the rest as that branch."""
+        """Yield the one outcome that its continuation names, and the rest as that branch."""
         del options
         continuation = yield from self._after(sequence, chain[0], len(chain) + depth)
         draft = chain[1:]
@@ -112,14 +112,14 @@ class LineBackend:
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """Its continuation of the pending token."""
+        """Yield its continuation of the pending token."""
         del options
         continuation = yield from self._after(sequence, pending, count)
         for token in continuation[:count]:
             yield DraftedToken(token, _CONFIDENCE)
 
     def close(self, sequence: int) -> None:
-        """Forget the sequence; the next one resets the context."""
+        """Drop the sequence; the next one resets the context."""
         if sequence == self._sequence:
             self._sequence = None
 
@@ -130,11 +130,11 @@ class LineBackend:
             raise ProtocolError("a line server drafts for the newest sequence only")
 
     def _after(self, sequence: int, pending: int, count: int) -> Generator[None, None, Tokens]:
-        """The continuation of the committed tokens and the pending one; pauses while it sends."""
+        """Return the continuation of committed and pending tokens; pauses while it sends."""
         self._check_owner(sequence)
         wanted = [*self._committed, pending]
         if self._sent == wanted:
-            return self._continuation  # no token is left that could be sent to ask again
+            return self._continuation  # without a further token, it cannot be asked again
         if self._sent != wanted[: len(self._sent)]:
             self._reset()
         while len(self._sent) < len(wanted) - 1:
@@ -160,7 +160,9 @@ class LineBackend:
         self._sent, self._continuation = [], []
 
     def _check(self) -> None:
-        """Whether RESET resets, and drafts stay out of the context: else no draft would fit."""
+        """Check that RESET resets and drafts stay out of the context; otherwise no draft would
+        fit.
+        """
         first = self._drafts_after(1)
         second = self._drafts_after(1, 2)
         if (first, second) != (self._drafts_after(1), self._drafts_after(1, 2)):

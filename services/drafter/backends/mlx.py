@@ -1,17 +1,17 @@
 """The neural backend on MLX: tree drafting in one flat forward per depth.
 
-Per sequence there is a *trunk*, the committed tokens and the chain under verification, in
-the first slots of a `KVStore`, and one *tree* behind it in scratch slots:
+Per sequence there is a *trunk*, the committed tokens and the chain under verification, in the first
+slots of a `KVStore`, and one *tree* after it in scratch slots:
 
-1. The chain is fed to the trunk; the row after chain[j] is the draft's distribution of the bonus
+1. The chain is fed to the trunk; the row after chain[j] is the drafter's distribution of the bonus
    token if exactly j draft tokens are accepted.
 2. Each row forks into its best candidates, without the drafted token, which would have been
    accepted: the branches.
-3. Each depth is one forward over the last tokens of all branches. A branch sees the trunk up
-   to its fork and its own tokens; its RoPE position is not its slot.
+3. Each depth is one forward over the last tokens of all branches. A branch attends to the trunk up
+   to its fork and to its own tokens; its RoPE position is not its slot.
 
-Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome
-was a branch, its rows move from scratch to the trunk.
+Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome was a
+branch, its rows move from scratch to the trunk.
 
 Sequences share no pass: at most two are drafted for at a time, and they take turns depth by depth.
 """
@@ -65,10 +65,10 @@ from services.sampling.device import best_of
 
 
 class MlxBackend:
-    """See `base.DraftBackend` and `base.TreeDrafting`."""
+    """Draft backend on MLX; see `base.DraftBackend` and `base.TreeDrafting`."""
 
     _feeds_by_depth = False
-    """Whether a token can be fed only after the one before it."""
+    """True if a token can be fed only after the one before it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class MlxBackend:
         *,
         weights: DraftWeights = "float",
     ) -> None:
-        """Load the model in `folder`, unless it is given, `loaded`, with a head as it is to be."""
+        """Load the model in `folder`, unless given as `loaded`, with its head already trimmed."""
         given, loaded = loaded is not None, loaded or load(folder, as_stored=True)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
@@ -106,17 +106,17 @@ class MlxBackend:
             takes_trees=isinstance(self._new_store(), KVStore),
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
-        self.ahead: DepthsAhead | None = None  # None: every depth is waited for
+        self.ahead: DepthsAhead | None = None  # None: every depth is awaited
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
             self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
 
     def trace(self) -> None:
-        """See `DepthsAhead.trace`."""
+        """Trace passes of common shapes; see `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
             self._batcher.traced = self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
-        """Give the model what it computes with here: rotations, weights, joint products."""
+        """Optimise the model for this device: rotations, weights, joint products."""
         use_weights(self._model, weights)
         if has_rope(self._model) or not is_recurrent(self._model):
             allow_branches(self._model)
@@ -150,7 +150,7 @@ class MlxBackend:
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens; what the trunk or the tree holds of them is kept."""
+        """Record the committed tokens, keeping those in the trunk or the tree."""
         known = self._sequences[sequence]
         check_rewind(known.committed, base)
         list(self._feed(known, base, tokens, 0, known.width(1)))
@@ -164,7 +164,7 @@ class MlxBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """A chain is the tree that does not fork."""
+        """Prepare a chain as a tree without branches."""
         yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
 
     def prepare_tree(
@@ -182,7 +182,7 @@ class MlxBackend:
         stem, base = tree.tokens[: tree.stem], known.committed
         held = tree.stem
         if len(tree) > tree.stem and not self._feeds_by_depth:
-            # What is missing of the stem is fed with the rows beside it, in one pass.
+            # Missing tokens of the stem are fed together with the rows, in one pass.
             held = self._keep(known, known.tokens[:base] + stem, base, base, width) - base
         yield from self._feed(known, base, stem[:held], rows=held, width=width)
         known.cut(base + held)
@@ -201,7 +201,7 @@ class MlxBackend:
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """One continuation on the trunk, one token per forward."""
+        """Draft one continuation on the trunk, one token per forward."""
         known = self._sequences[sequence]
         if self.ahead is not None and count and self._goes_ahead(known):
             wanted = [*known.tokens[: known.committed], pending]
@@ -220,7 +220,7 @@ class MlxBackend:
             tail = [*tail, found.token]
 
     def close(self, sequence: int) -> None:
-        """Free the KV, but for what another sequence may take from it."""
+        """Free the KV, except what another sequence may fork."""
         known = self._sequences.pop(sequence, None)
         if known is not None:
             self._prompts.keep(CachedPrefix(known.tokens, known.store))
@@ -228,7 +228,7 @@ class MlxBackend:
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """A tree of one branch, behind the committed tokens."""
+        """Draft a tree of one branch after the committed tokens."""
         known = self._sequences[sequence]
         yield from self._feed(known, known.committed, [], rows=0)
         known.cut(known.committed)
@@ -239,10 +239,10 @@ class MlxBackend:
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
-        """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
+        """Make the trunk start with `tokens[:base] + tokens`, computing only missing tokens.
 
-        Afterwards `known.tops` has the candidates after each of the last `rows` of them, at
-        least `width` wide.
+        Afterwards `known.tops` has at least `width` candidates after each of the last `rows`
+        tokens.
         """
         wanted = known.tokens[:base] + tokens
         keep = self._keep(known, wanted, base, len(wanted) - rows, width)
@@ -253,9 +253,9 @@ class MlxBackend:
         yield from ()  # heads pause between the pieces of a prompt
 
     def _keep(self, known: Trunk, wanted: Tokens, base: int, first_row: int, width: int) -> int:
-        """How many of the `wanted` tokens are there, those from `first_row` on with candidates.
+        """Return how many `wanted` tokens are present, from `first_row` on with candidates.
 
-        The first `base` of them are; what a tree has of the others is moved to the trunk.
+        The first `base` of them are; a tree's tokens among the others are moved to the trunk.
         """
         keep = base + common_prefix_length(known.tokens[base:], wanted[base:])
         keep = self._adopt(known, wanted, keep, first_row, width)
@@ -263,7 +263,7 @@ class MlxBackend:
         return next((at for at in range(first_row, keep) if known.width_at(at) < width), keep)
 
     def _adopt(self, known: Trunk, wanted: Tokens, keep: int, first_row: int, width: int) -> int:
-        """If `wanted` goes on along a path of the tree, move that path to the trunk.
+        """If `wanted` continues along a path of the tree, move that path to the trunk.
 
         Its tokens from `first_row` on have their candidates then.
         """
@@ -290,7 +290,7 @@ class MlxBackend:
         start = len(known.tokens)
         logits = self._forward(known, tokens, partial(known.store.chain, len(tokens)))
         known.tokens.extend(tokens)
-        # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
+        # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         known.tree = None
         if not width:
             known.store.evaluate()
@@ -312,7 +312,7 @@ class MlxBackend:
         return self._batcher.result(request)[0]
 
     def _inputs(self, known: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
-        """What the model takes beside tokens: see `BatchRequest`."""
+        """Return the model's inputs besides tokens: see `BatchRequest`."""
         return None
 
     def _grow(
@@ -323,9 +323,9 @@ class MlxBackend:
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer | None]:
-        """Depth by depth what follows these bonus tokens."""
+        """Yield depth by depth the successors of these bonus tokens."""
         if uses_rejection(known.sampling):
-            options = options._replace(siblings=0)  # what is drawn has none
+            options = options._replace(siblings=0)  # drawn tokens have no siblings
         if self.ahead is not None and self._goes_ahead(known):
             yield from self.ahead.grow(known, roots, tips, depth, options)
             return
@@ -359,7 +359,7 @@ class MlxBackend:
         return best_of(rows, width, self._head_ids)
 
     def _rows(self, logits: mx.array, processor: LogitsProcessor | None) -> Any:
-        """[rows, head] without the columns of a padded head that stand for no token."""
+        """Return [rows, head] without a padded head's columns that have no token."""
         rows = logits[:, : self._head_size]
         if self._on_gpu and processor is None:
             return rows

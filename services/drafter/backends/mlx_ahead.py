@@ -1,10 +1,9 @@
-"""Depths that begin before the last one has been read.
+"""Depths that start before the last one has been read.
 
-Where every branch goes on with exactly one token, the next pass has the same positions and the
-same view of the slots whichever tokens these are. So on a GPU they are chosen there and fed to
-the next pass, which is under way while the host reads the last depth, sends it, and builds the
-one after. A pass that nobody wants any more has written to scratch slots only, or to a trunk
-that knows its tokens.
+Where every branch continues with exactly one token, the next pass has the same positions and the
+same view of the slots, whichever tokens these are. So on a GPU they are chosen there and fed to the
+next pass, which runs while the host reads the last depth, sends it, and builds the one after. An
+abandoned pass has written only to scratch slots, or to a trunk that knows its tokens.
 """
 
 from collections.abc import Generator
@@ -37,12 +36,12 @@ from services.sampling.rules import write_rules
 
 
 class _Begun(NamedTuple):
-    """A pass under way, and what is chosen after it."""
+    """A running pass, and the tokens chosen after it."""
 
     tokens: mx.array
-    """[rows] int32, the likeliest after each row."""
+    """[rows] int32, the argmax after each row."""
     found: mx.array
-    """See `sampling.device.guess`."""
+    """As from `sampling.device.guess`."""
     logits: mx.array
     """[rows, head]."""
 
@@ -51,9 +50,9 @@ class DepthsAhead:
     """Grows branches and drafts on the trunk, a depth ahead of the host.
 
     Args:
-        model: of the drafter.
-        head_ids: what the columns of a trimmed head stand for.
-        head_size: columns that stand for a token.
+        model: the drafter's.
+        head_ids: token ids of a trimmed head's columns.
+        head_size: columns that have a token.
         memory: refuses passes that do not fit.
     """
 
@@ -64,10 +63,10 @@ class DepthsAhead:
         ids = np.arange(head_size) if head_ids is None else head_ids
         self._ids = mx.array(ids.astype(np.int32))
         self.traced: TracedPasses | None = None
-        """Of the shapes that are replayed."""
+        """Passes of the shapes that are replayed."""
 
     def trace(self, store: KVStore) -> TracedPasses:
-        """Try which passes are faster when replayed; `store` is an empty one."""
+        """Test which passes are faster when replayed; `store` is an empty one."""
         self.traced = TracedPasses(self._model, self._size, self._ids)
         self.traced.prepare(lambda: store.fork(0))
         return self.traced
@@ -80,7 +79,7 @@ class DepthsAhead:
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer]:
-        """See `MlxBackend._grow`; no sibling goes on."""
+        """Grow branches like `MlxBackend._grow`; siblings do not continue."""
         store, tree, count = _slots(known), known.tree, len(tips)
         if tree is None or not count or not depth:
             return
@@ -111,10 +110,10 @@ class DepthsAhead:
     def draft(
         self, known: Trunk, tokens: Tokens, count: int, options: RoundOptions
     ) -> Generator[DraftedToken]:
-        """Feed these to the trunk, which is cut to where they belong, and go on behind them."""
+        """Feed these to the trunk, cut to their position, and continue after them."""
         store, first = _slots(known), len(known.tokens) + len(tokens) + options.shift
         rules = _find_rules(known.sampling, np.array([first]), count, 1)
-        # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
+        # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         known.tree = None
 
         def begin(at: int, tokens: mx.array) -> _Begun:
@@ -139,7 +138,7 @@ class DepthsAhead:
             yield DraftedToken(token, found[1])
 
     def _open_rows(self, store: KVStore, frame: Frame, depth: int) -> TracedRows | None:
-        """Replayed passes, one more than depths if there is room."""
+        """Open replayed passes, one more than depths if there is room."""
         if self.traced is None:
             return None
         return self.traced.open(store, frame, depth + 1) or self.traced.open(store, frame, depth)
@@ -169,7 +168,7 @@ class DepthsAhead:
 
 
 def _feed_last(begun: _Begun, rows: TracedRows | None) -> _Begun | None:
-    """Feed the last tokens, too, if that is cheap: on a hit all of the next chain is there then."""
+    """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
     if rows is None or not rows.has_room:
         return None
     logits = rows.feed(begun.tokens)
@@ -190,9 +189,9 @@ def _read_layer(
     first: int,
     options: RoundOptions,
 ) -> tuple[TreeLayer, list[Tip]]:
-    """What was chosen after these tips, and the next ones; see `grow_layer`, where others go on.
+    """Return the tokens chosen after these tips, and the next tips; see `grow_layer`.
 
-    Host time is what a depth costs, so that arrays are worth their while here.
+    It uses arrays, since host time dominates the cost of a depth.
     """
     tokens, sure = found[0].astype(np.int64), found[1]
     check_shares(sure)
@@ -213,7 +212,7 @@ def _read_layer(
 def _find_rules(
     sampling: Sampling, positions: npt.NDArray[np.int64], depth: int, count: int
 ) -> mx.array:
-    """[depth, count, WORDS] of each depth's tokens, for positions [rows] at the first one."""
+    """Return [depth, count, WORDS] for each depth's tokens; the first is at positions [rows]."""
     places = np.zeros((depth, count), np.int64)
     places[:, : len(positions)] = positions + np.arange(depth)[:, None]
     return mx.array(write_rules(places, sampling))

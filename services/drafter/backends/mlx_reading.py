@@ -1,10 +1,10 @@
 """The neural backend on MLX for drafters that read the target.
 
-The keys and values of committed tokens are not computed from the tokens but projected from
-the target's own hidden states (`services.mlx.target_reader`), so a prompt costs next to
-nothing. The chain under verification and the branches behind it, whose states do not exist
-yet, go through the drafter's layers as in `mlx`. Where states never come, the drafter reads
-those tokens by itself, too: worse drafts, never wrong ones.
+The keys and values of committed tokens are not computed from the tokens but projected from the
+target's own hidden states (`services.mlx.target_reader`), so a prompt costs next to nothing. The
+chain under verification and the branches after it, whose states do not exist yet, go through the
+drafter's layers as in `mlx`. Where states never arrive, the drafter reads those tokens by itself,
+too: drafts get worse, never wrong.
 """
 
 from collections.abc import Generator
@@ -36,17 +36,17 @@ from services.runtime.sequence_table import check_rewind
 
 
 class DrafterReading(NamedTuple):
-    """How a drafter reads."""
+    """The way a drafter reads."""
 
     description: ReaderDescription
     reader: Any
-    """A `TargetReader`."""
+    """The drafter's `TargetReader`."""
     loaded: LoadedModel | None = None
-    """The drafter, if it is not to be loaded as its folder says."""
+    """The drafter, if it is not to be loaded from its folder."""
 
 
 def read_target(folder: Path, dtype: mx.Dtype) -> DrafterReading:
-    """How the drafter in `folder` reads; raises ModelError if it does not."""
+    """Return how the drafter in `folder` reads; raises ModelError if it does not."""
     found = load_reader(folder, dtype)
     if found is None:
         raise ModelError(f"the drafter {str(folder)!r} does not read the target")
@@ -58,12 +58,12 @@ class _ReadingTrunk(Trunk):
     known: Tokens = field(default_factory=list)
     """All committed tokens; the KV may hold fewer."""
     settled: int = 0
-    """How many of them have their last keys and values."""
+    """How many of them have their final keys and values."""
     blocks: list[tuple[int, Rows]] = field(default_factory=list)
-    """Positions and states that have come and are not in the KV yet."""
+    """Positions and states that have arrived and are not in the KV yet."""
 
     def next_block(self) -> tuple[int, Rows] | None:
-        """The first states of committed tokens that are not settled, with their position."""
+        """Return the first states of committed tokens that are not settled, with their position."""
         best: tuple[int, Rows] | None = None
         for first, rows in self.blocks:
             start = max(first, self.settled)
@@ -73,12 +73,12 @@ class _ReadingTrunk(Trunk):
         return best
 
     def drop_settled(self) -> None:
-        """Forget states that are in the KV."""
+        """Drop states that are in the KV."""
         self.blocks = [b for b in self.blocks if b[0] + len(b[1]) > self.settled]
 
 
 class ReadingBackend(MlxBackend):
-    """See `base.DraftBackend` and `base.TargetReading`."""
+    """Draft backend that reads the target; see `base.DraftBackend` and `base.TargetReading`."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class ReadingBackend(MlxBackend):
         yield from ()
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
-        """Keep them until the KV is brought up to date."""
+        """Keep the states until the KV is updated."""
         known = self._sequences.get(sequence)
         if isinstance(known, _ReadingTrunk):
             known.blocks.append((first, rows))
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens."""
+        """Record the committed tokens."""
         known = self._reading(sequence)
         check_rewind(known.committed, base)
         known.known[base:] = tokens
@@ -133,21 +133,21 @@ class ReadingBackend(MlxBackend):
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """See `MlxBackend`."""
+        """Prepare for a tree like `MlxBackend`, on an updated KV."""
         yield from self._settle(self._reading(sequence))
         yield from super().prepare_tree(sequence, tree, fan_out, depth, options)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """See `MlxBackend`."""
+        """Draft like `MlxBackend`, on an updated KV."""
         yield from self._settle(self._reading(sequence))
         yield from super().draft(sequence, pending, count, options)
 
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """See `MlxBackend`."""
+        """Draft a tree like `MlxBackend`, on an updated KV."""
         yield from self._settle(self._reading(sequence))
         yield from super().draft_tree(sequence, pending, count, options)
 
@@ -158,16 +158,18 @@ class ReadingBackend(MlxBackend):
     def _reading(self, sequence: int) -> _ReadingTrunk:
         known = self._sequences[sequence]
         if not isinstance(known, _ReadingTrunk):
-            raise TypeError(f"sequence {sequence} is not one of this backend's")
+            raise TypeError(f"sequence {sequence} does not belong to this backend")
         return known
 
     def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
-        """What the KV holds of the tokens from position `first` on, of their states."""
+        """Return the KV rows of tokens from position `first` on, made from their states."""
         rows: list[tuple[mx.array, mx.array]] = self._reader.rows(self._model, states, first)
         return rows
 
     def _settle(self, known: _ReadingTrunk) -> Generator[None]:
-        """Make the trunk start with all committed tokens, by the target's states if they came."""
+        """Make the trunk start with all committed tokens, from the target's states if they
+        arrived.
+        """
         while known.settled < len(known.known):
             block = known.next_block()
             stop = len(known.known) if block is None else block[0]
@@ -178,14 +180,14 @@ class ReadingBackend(MlxBackend):
         known.drop_settled()
 
     def _read_alone(self, known: _ReadingTrunk, tokens: Tokens) -> Generator[None]:
-        """Make the trunk start with these tokens, of which the drafter computes what it lacks."""
+        """Make the trunk start with these tokens; the drafter computes missing ones."""
         start = common_prefix_length(known.tokens, tokens)
         while start < len(tokens):
             yield from self._feed(known, start, tokens[start : start + self._step], rows=0)
             start += self._step
 
     def _write(self, known: _ReadingTrunk, first: int, rows: Rows) -> None:
-        """Put the keys and values that these states make into the trunk's slots from `first` on."""
+        """Write keys and values made from these states into the trunk's slots from `first` on."""
         states = mx.array(rows)[None].astype(self._dtype)
         stop = first + len(rows)
         if known.tree is not None:

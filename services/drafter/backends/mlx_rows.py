@@ -1,10 +1,10 @@
-"""Rows that go on side by side, one token a pass: by the model as it is, or from traces.
+"""Rows that advance together, one token per pass: by the model itself, or from traces.
 
-A depth of a small drafter costs the host, which builds the graph, more than the GPU, which
-computes it. Here `mx.compile` records a pass for a few numbers of rows and sizes of the KV
-buffers (see `mlx.tracing.traced_forward`); what changes from pass to pass is its input, and where
-the next pass goes and what its rows see comes out beside the logits, so that nothing has to be
-sent to the device between two passes.
+A depth of a small drafter costs the host, which builds the graph, more than the GPU, which computes
+it. Here `mx.compile` records a pass for a few numbers of rows and sizes of the KV buffers (see
+`mlx.tracing.traced_forward`); everything that changes from pass to pass is an input, and the slots
+and masks of the next pass are outputs next to the logits, so that nothing has to be sent to the
+device between two passes.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from services.sampling.rules import write_rules
 _log = logging.getLogger(__name__)
 
 TRACED_ROWS = (1, 8, 32)
-"""Sizes that rows are padded to; more are not traced."""
+"""Sizes that rows are padded to; larger ones are not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers that are traced at load, as for verifications."""
 
@@ -48,29 +48,29 @@ _FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
-"""Runs of so many depths that are timed; the fastest counts."""
+"""Timed runs of some depths; the fastest counts."""
 
 Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-"""What `KVStore.branches` takes."""
+"""The arguments of `KVStore.branches`."""
 
 
 class SideBySide(Protocol):
-    """Tokens that go on side by side: each pass feeds one more behind each."""
+    """Tokens that advance together: each pass feeds one more after each."""
 
     count: int
     """Rows of a pass, padding included."""
 
     def feed(self, tokens: mx.array) -> mx.array:
-        """[count, head] logits after these [count] tokens, lazy."""
+        """Return lazy [count, head] logits after these [count] tokens."""
         ...
 
 
 class PlainBranches:
-    """Branches behind a trunk, by the model as it is.
+    """Branches after a trunk, computed by the model itself.
 
     Args:
-        model: of the drafter.
-        store: what they are written to.
+        model: the drafter's.
+        store: holds their keys and values.
         frame: of the first pass.
     """
 
@@ -81,7 +81,7 @@ class PlainBranches:
         self._own = np.eye(self.count, dtype=np.bool_)
 
     def feed(self, tokens: mx.array) -> mx.array:
-        """See `SideBySide`."""
+        """Return logits of a pass over the branches; see `SideBySide`."""
         self._store.branches(self._start, self._positions, self._visible)
         logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
         self._start += self.count
@@ -92,7 +92,7 @@ class PlainBranches:
 
 
 class PlainChain:
-    """A trunk that goes on, by the model as it is; the first pass may be of several tokens."""
+    """A trunk that advances, computed by the model; the first pass may have several tokens."""
 
     count = 1
 
@@ -100,7 +100,7 @@ class PlainChain:
         self._model, self._store = model, store
 
     def feed(self, tokens: mx.array) -> mx.array:
-        """See `SideBySide`; [tokens, head]."""
+        """Return [tokens, head] logits; see `SideBySide`."""
         length = self._store.length
         self._store.chain(tokens.size)
         try:
@@ -112,15 +112,15 @@ class PlainChain:
 
 
 class TracedRows:
-    """As `PlainBranches`, or as `PlainChain` if they are the trunk, from a trace.
+    """Replaces `PlainBranches`, or `PlainChain` if the row is the trunk, by a trace.
 
     Args:
         replay: the traced pass.
-        store: what they are written to.
+        store: holds their keys and values.
         frame: of the first pass.
-        shape: what the trace is for.
+        shape: of the trace.
         depth: passes that the buffers have room for.
-        is_trunk: whether the one row there is goes on as the trunk.
+        is_trunk: True if the only row advances the trunk.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TracedRows:
         self._left = depth
         self._replay, self._store, self._is_trunk = replay, store, is_trunk
         self.count = shape.rows
-        # A row of padding sees itself alone; the next pass writes over it.
+        # A row of padding attends to itself only; the next pass overwrites it.
         seen: Any = np.eye(shape.rows, shape.slots, start, dtype=np.bool_)
         seen[: len(visible), : visible.shape[1]] = visible
         own = np.full(shape.rows, start, np.int32)
@@ -148,11 +148,11 @@ class TracedRows:
 
     @property
     def has_room(self) -> bool:
-        """Whether another pass fits into the buffers."""
+        """Return True if another pass fits into the buffers."""
         return self._left > 0
 
     def feed(self, tokens: mx.array) -> mx.array:
-        """See `SideBySide`."""
+        """Return logits of a replayed pass; see `SideBySide`."""
         if not self._left:
             # MLX does not check where it writes.
             raise IndexError("the buffers have no room for another pass")
@@ -162,7 +162,7 @@ class TracedRows:
         values: Any = [cache.values for cache in caches]
         logits: mx.array
         logits, self._place, after = self._replay(tokens, self._place, self._stride, [keys, values])
-        # MLX writes in place only what nobody else holds.
+        # MLX writes in place only if no other reference exists.
         del keys, values
         for cache, own_keys, own_values in zip(caches, *after, strict=True):
             cache.keys, cache.values = own_keys, own_values
@@ -172,12 +172,12 @@ class TracedRows:
 
 
 class TracedPasses:
-    """Passes over a drafter's rows, and choices after them, that were traced at load.
+    """Passes over a drafter's rows, and the choices after them, traced at load.
 
     Args:
         model: called on tokens [1, n] and caches.
-        head_size: columns of its logits that stand for a token.
-        ids: [head] int32, which tokens.
+        head_size: columns of its logits that have a token.
+        ids: [head] int32, their token ids.
     """
 
     def __init__(self, model: Any, head_size: int, ids: mx.array) -> None:
@@ -186,12 +186,12 @@ class TracedPasses:
         self._choices: dict[tuple[int, bool], Any] = {}
         self._shapes: set[Shape] = set()
         self._traces_later = serves_any_length(model)
-        """Whether rows behind longer texts are traced when they come."""
+        """True if rows after longer texts are traced on demand."""
 
     def open(
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
     ) -> TracedRows | None:
-        """So many passes of rows from this frame on; None if their shape has not been traced."""
+        """Open passes of rows from this frame on; None if their shape has not been traced."""
         shape = self._find_shape(store, frame[0], len(frame[2]), depth)
         if shape is None:
             return None
@@ -208,12 +208,15 @@ class TracedPasses:
         return shape if later or shape in self._shapes else None
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """See `TracedPass`: rows of a chain or a tree are rows that see their ancestors."""
+        """Return True for frames of traced shapes; see `TracedPass`.
+
+        Rows attend to their ancestors.
+        """
         del ahead
         return self._find_shape(store, store.frame.start, store.frame.count, 1) is not None
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """See `TracedPass`."""
+        """Run a replayed pass; see `TracedPass`."""
         del ahead
         frame = store.frame
         rows = self.open(store, (frame.start, frame.positions, store.visible_rows()), 1)
@@ -225,9 +228,9 @@ class TracedPasses:
     def choose(
         self, logits: mx.array, width: int, rules: mx.array, *, drawn: bool
     ) -> tuple[mx.array, mx.array]:
-        """`sampling.device.guess` without filters, from a trace; `drawn`: there is noise.
+        """Compute `sampling.device.guess` without filters from a trace; `drawn`: with noise.
 
-        Each number of guesses compiles kernels of its own, and more than wanted cost little.
+        Each number of guesses compiles its own kernels, and extra guesses cost little.
         """
         wide = next((count for count in WIDTHS if count >= width), width)
         key = wide, drawn
@@ -263,7 +266,7 @@ class TracedPasses:
     # ------------------------------------------------------------ at load
 
     def prepare(self, new_store: Callable[[], KVStore]) -> None:
-        """Trace what is right and faster here than the model's own passes."""
+        """Trace the passes that are correct and faster here than the model's own."""
         for rows in TRACED_ROWS:
             self._shapes.add(Shape(rows, TRACED_SLOTS[0]))
             if not self._is_worth_it(rows, new_store):
@@ -274,14 +277,14 @@ class TracedPasses:
                 store = prefill(self._model, new_store, _TRIAL_PROMPT)
                 widen(store, slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
-                if slots == TRACED_SLOTS[0]:  # of any size they are the same
+                if slots == TRACED_SLOTS[0]:  # they are the same for any size
                     self._warm(logits)
 
     def _warm(self, logits: mx.array) -> None:
         """Compute choices of each kind."""
         for width, sampling in itertools.product(WIDTHS, (_GREEDY, _DRAWN, _FILTERED)):
             rules = mx.array(write_rules(range(len(logits)), sampling))
-            # A kernel that is tried out before its first use cannot be so in a trace.
+            # A kernel that is tested before its first use cannot be tested inside a trace.
             mx.eval(guess(logits, width, self._ids, rules, sampling))
             if sampling is not _FILTERED:
                 mx.eval(self.choose(logits, width, rules, drawn=sampling is _DRAWN))
@@ -293,11 +296,11 @@ class TracedPasses:
         return opened
 
     def run(self, side_by_side: SideBySide, rows: int) -> list[mx.array]:
-        """The logits of a few depths, each begun before the last one has been read."""
+        """Return the logits of a few depths, each started before the last one has been read."""
         found: list[mx.array] = []
         rules = mx.array(write_rules(range(side_by_side.count), _GREEDY))
         for at in range(_TRIAL_DEPTHS):
-            # Not what is chosen, which would differ where two are equally likely.
+            # Not the chosen tokens, which could differ where two are equally likely.
             tokens = mx.arange(5 + at, 5 + at + rows)
             found.append(side_by_side.feed(tokens)[:, : self._size])
             launch(guess(found[-1], 1, self._ids, rules, _GREEDY))
@@ -316,10 +319,10 @@ class TracedPasses:
             return self._open_trial(prefill(self._model, new_store, _TRIAL_PROMPT), rows)
 
         try:
-            # Plainly first: kernels that are tried out before their first use cannot be so in
-            # the middle of a trace.
+            # First untraced: kernels that are tested before their first use cannot be tested inside
+            # a trace.
             expected, found = self.run(open_plain(), rows), self.run(open_traced(), rows)
-        # Whatever a model does that cannot be traced: control flow on values, caches of its own.
+        # Models can fail to be traced in any way: control flow on values, their own caches.
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
@@ -329,7 +332,7 @@ class TracedPasses:
         return is_faster(what, self._time(open_plain, rows), self._time(open_traced, rows))
 
     def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> float:
-        """Seconds of a depth in the fastest run."""
+        """Return the seconds of a depth in the fastest run."""
         seconds = []
         for _ in range(_TRIALS):
             opened = open_rows()
@@ -348,7 +351,7 @@ def _has_window(cache: SlotCache) -> bool:
 
 
 def _trial_frame(store: KVStore, rows: int) -> Frame:
-    """So many branches behind the last token."""
+    """Return the frame of `rows` branches after the last token."""
     positions = np.concatenate([np.arange(store.length), np.full(rows, store.length)])
     before = np.ones((rows, store.length), np.bool_)
     return store.length, positions, np.concatenate([before, np.eye(rows, dtype=np.bool_)], axis=1)

@@ -1,4 +1,4 @@
-"""What an MLX drafter keeps of a sequence."""
+"""The state that an MLX drafter keeps for a sequence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from services.kv.rewinding import find_branching
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether layers know an order that is not in their positions."""
+    """Return True if layers depend on an order beyond their positions."""
     return any(type(cache) is ArraysCache for cache in make_prompt_cache(model))
 
 
 def find_states(model: Any, *, bucketed: bool) -> Callable[[], KVStore | BranchingState]:
-    """Makes the states of sequences: slots, beside recurrent states if it has such layers."""
+    """Return a factory for the states of sequences: slots, and recurrent states if necessary."""
     if is_recurrent(model):
         return find_branching(model, bucketed=bucketed)
     windows = windows_of(model)

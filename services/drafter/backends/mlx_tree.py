@@ -1,4 +1,4 @@
-"""One sequence at the MLX backend: the trunk in its KV, and the tree of branches behind it."""
+"""One sequence at the MLX backend: the trunk in its KV, and the tree of branches after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from services.kv.cache import KVStore
 from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
 
 _REMEMBERED = 64
-"""How many of the last tokens have their candidates kept."""
+"""Number of last tokens whose candidates are kept."""
 
 
 class Bud(NamedTuple):
@@ -27,15 +27,15 @@ class Bud(NamedTuple):
 
     token: int
     parent: int
-    """Which of the tree's tokens it follows; -1: the trunk's at `fork`."""
+    """Index of the tree token that it follows; -1 for the trunk's at `fork`."""
     fork: int
-    """Position of the last trunk token that it sees."""
+    """Position of the last trunk token that it attends to."""
 
 
 class Tree:
-    """What was fed behind the trunk, kept until the next round adopts a path or drops all.
+    """The tokens fed after the trunk, kept until the next round adopts a path or drops all.
 
-    Its tokens are in scratch slots in the order in which they were fed.
+    They are in scratch slots in the order in which they were fed.
 
     Args:
         base: position of the pending token of the round that the tree is grown for.
@@ -46,7 +46,7 @@ class Tree:
         self.base, self.chain = base, list(chain)
         self.fed: list[Bud] = []
         self.lost = self.trunk
-        """Slots before this one have been written to since, or are the trunk's."""
+        """Slots before this one have been overwritten since, or are the trunk's."""
         self._positions: list[int] = []
         self._children: dict[tuple[int, int], int] = {}
         self._rows: list[tuple[Any, int]] = []
@@ -54,17 +54,17 @@ class Tree:
 
     @property
     def trunk(self) -> int:
-        """Slots of the trunk, behind which the scratch slots begin."""
+        """Number of trunk slots, after which the scratch slots start."""
         return self.base + len(self.chain)
 
     def position(self, bud: Bud) -> int:
-        """Of the token in the sequence; its parent is fed."""
+        """Return the position of the token in the sequence; its parent must be fed."""
         return 1 + (self._positions[bud.parent] if bud.parent >= 0 else bud.fork)
 
     def frame(
         self, buds: Sequence[Bud]
     ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """What `KVStore.branches` takes to feed these; parents may be among them."""
+        """Return the arguments of `KVStore.branches` for these; parents may be among them."""
         first = len(self.fed)
         seen = np.zeros((len(buds), first + len(buds)), np.bool_)
         for row in range(len(buds)):
@@ -79,7 +79,7 @@ class Tree:
         return self.trunk + first, np.concatenate([trunk, positions]), visible
 
     def _place(self, buds: Sequence[Bud]) -> list[int]:
-        """The positions of these, whose parents may be among them."""
+        """Return the positions of these, whose parents may be among them."""
         first = len(self.fed)
         found: list[int] = []
         for _, parent, fork in buds:
@@ -90,12 +90,12 @@ class Tree:
         return found
 
     def add(self, buds: Sequence[Bud], rows: Any, trunk: LogitsProcessor | None = None) -> Any:
-        """These were fed; returns the logits after them as tokens are drawn from them.
+        """Add fed tokens; return the processed logits after them.
 
         Args:
             buds: in the order of `frame`.
             rows: [buds or more, head] logits: numpy's on a CPU or with a processor, else MLX's.
-            trunk: after the trunk's tokens, if the request shapes logits.
+            trunk: state after the trunk's tokens, if the request processes logits.
         """
         first = len(self.fed)
         self._positions += self._place(buds)
@@ -110,7 +110,7 @@ class Tree:
         return rows
 
     def _process(self, trunk: LogitsProcessor, bud: Bud, row: Any) -> Any:
-        """One row, by the state of what is before it; a first child takes it over."""
+        """Process one row with the state of its ancestors; a first child takes that over."""
         processor = trunk if bud.parent < 0 else self._processors[bud.parent]
         length = self.position(bud)
         if bud.parent < 0 or len(processor) != length:
@@ -119,17 +119,17 @@ class Tree:
         return process_rows(processor, [bud.token], row[None])
 
     def logits(self, indices: Sequence[int]) -> Any:
-        """[tokens, head] after some of the tokens."""
+        """Return [tokens, head] logits after some of the tokens."""
         found = [rows[row : row + 1] for rows, row in (self._rows[index] for index in indices)]
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if isinstance(found[0], np.ndarray) else mx.concatenate(found)
 
     def follow(self, wanted: Tokens, start: int) -> list[int]:
-        """The tokens that a sequence goes on with from position `start`, as far as they are here.
+        """Return the tree's tokens that the sequence follows from position `start` on.
 
         Args:
-            wanted: the sequence, which begins like the trunk.
+            wanted: the sequence, which starts like the trunk.
             start: after the pending token.
         """
         shared = common_prefix_length(self.chain, wanted[self.base :])
@@ -155,24 +155,24 @@ class Trunk:
     tokens: Tokens = field(default_factory=list)
     """As many as the store's length."""
     committed: int = 0
-    """How many of them are known to be committed."""
+    """How many of them are committed."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it (one row), for the recent tokens."""
     tree: Tree | None = None
     processor: LogitsProcessor | None = None
-    """After these tokens, if the request shapes logits."""
+    """State after these tokens, if the request processes logits."""
 
     def width(self, wanted: int) -> int:
-        """How many candidates to find after a token where so many are wanted."""
+        """Return how many candidates to compute where `wanted` are needed."""
         return wanted if is_greedy(self.sampling) else max(wanted, SAMPLED_WIDTH)
 
     def width_at(self, position: int) -> int:
-        """How many candidates are known after this token."""
+        """Return how many candidates are held after this token."""
         top = self.tops.get(position)
         return 0 if top is None else top.ids.shape[1]
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens only."""
+        """Keep only the first `length` tokens."""
         self.store.trim(length)
         del self.tokens[length:]
         if self.processor is not None:
@@ -183,12 +183,12 @@ class Trunk:
     def fork(
         self, tree: TokenTree, tops: Sequence[Top], fan_out: list[int], shift: int
     ) -> list[Outcome]:
-        """Return the outcomes to prepare for, the best bonus tokens behind each row.
+        """Return the outcomes to prepare for, the best bonus tokens after each row.
 
         Args:
-            tree: what is verified.
-            tops: of each row, the candidates after it.
-            fan_out: how many are wanted behind each row.
+            tree: being verified.
+            tops: for each row, the candidates after it.
+            fan_out: number of outcomes for each row.
             shift: `RoundOptions.shift`.
         """
         roots: list[Outcome] = []

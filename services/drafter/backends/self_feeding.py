@@ -1,9 +1,9 @@
 """The backend of drafters whose input is the target's last state.
 
-Its last cache holds, per token, what is added to the embedding of the token after it: of the
-target's state where that came, else of the drafter's own output there. Without a state before
-it, nothing is added to any token, and the drafter is the plain model that its folder holds.
-The chain under verification is fed token by token, and branches as everywhere.
+Its last cache holds, per token, the addition to the embedding of the next token: from the target's
+state where that arrived, otherwise from the drafter's own output. If no state ever arrived, nothing
+is added to any token, and the drafter is the plain model in its folder. The chain under
+verification is fed token by token, and branches as usual.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from services.mlx.target_reader import TargetReader, add_to_embeddings
 
 
 class SelfFeedingDrafter(nn.Module):
-    """The drafter as the tree mechanics take a model.
+    """The drafter in the form of a model for tree drafting.
 
     Args:
         drafter: an mlx-lm model.
@@ -41,25 +41,25 @@ class SelfFeedingDrafter(nn.Module):
 
     @property
     def layers(self) -> list[Any]:
-        """The drafter's."""
+        """The drafter's layers."""
         found: list[Any] = self.drafter.layers
         return found
 
     def make_cache(self) -> list[Any]:
-        """One cache for each layer, and one for what is added to the next token."""
+        """Return one cache for each layer, and one for the additions to the next tokens."""
         return [*make_prompt_cache(self.drafter), KVCache()]  # type: ignore[no-untyped-call]
 
     def rows(self, states: mx.array, offset: int) -> list[tuple[mx.array, mx.array]]:
-        """What the caches hold of tokens whose states are known, [1, tokens, features]."""
+        """Return the cache rows of tokens whose states are known, [1, tokens, features]."""
         found = self.reader.rows(self.drafter, states, offset)
         return [*found, _as_rows(self.reader.after_state(states))]
 
     def inputs_of(self, store: KVStore) -> Callable[[], mx.array]:
-        """What is added in the pass that begins on this store, once its frame is set."""
+        """Return the additions in the pass that starts on this store, once its frame is set."""
         return partial(self._find_inputs, store)
 
     def _find_inputs(self, store: KVStore) -> mx.array:
-        """[1, rows, width]. Rows of a chain that are fed at once are read as without states."""
+        """Return [1, rows, width]. Rows of a chain that are fed at once are read without states."""
         frame, given = store.frame, store.caches[-1].keys
         count = len(frame.positions) - frame.start
         if given is None or not frame.start or (frame.visible is None and count > 1):
@@ -73,7 +73,7 @@ class SelfFeedingDrafter(nn.Module):
     def __call__(
         self, tokens: mx.array, cache: list[Any], states: mx.array | None = None
     ) -> mx.array:
-        """[1, tokens, head] logits; `states` are what is added to each, [1, tokens, width]."""
+        """Return [1, tokens, head] logits; `states` are the additions, [1, tokens, width]."""
         added = self._add_nothing(*tokens.shape) if states is None else states
         with add_to_embeddings(self.drafter, added):
             logits, output = _run(self.drafter, tokens, cache[:-1])
@@ -84,7 +84,7 @@ class SelfFeedingDrafter(nn.Module):
 
 
 class SelfFeedingBackend(ReadingBackend):
-    """See `base.DraftBackend` and `base.TargetReading`."""
+    """Draft backend that feeds its own states; see `base.DraftBackend` and `base.TargetReading`."""
 
     _feeds_by_depth = True
     _model: SelfFeedingDrafter
@@ -107,7 +107,7 @@ class SelfFeedingBackend(ReadingBackend):
             self._head_ids, self._head_size = head_ids, len(head_ids)
 
     def _equip(self, weights: DraftWeights) -> None:
-        """See `MlxBackend`: the drafter itself."""
+        """Optimise the drafter itself; see `MlxBackend`."""
         feeding, self._model = self._model, self._model.drafter
         super()._equip(weights)
         self._model = feeding
@@ -124,14 +124,14 @@ class SelfFeedingBackend(ReadingBackend):
             super()._append(known, [token], width)
 
     def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
-        """See `MlxBackend`."""
+        """Return the additions to the fed tokens; see `MlxBackend`."""
         if not isinstance(known.store, KVStore):
-            raise TypeError("the trunk is not one of this backend's")
+            raise TypeError("the trunk does not belong to this backend")
         return self._model.inputs_of(known.store)
 
 
 class _Body:
-    """Stands in for a model's body, and keeps what it returns."""
+    """Wraps a model's body, and keeps its result."""
 
     output: mx.array
 
@@ -147,7 +147,7 @@ class _Body:
 
 
 def _run(model: Any, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-    """Logits and what the head made them of."""
+    """Return logits and the body's output, from which the head made them."""
     body = model.model
     model.model = kept = _Body(body)
     try:
@@ -158,6 +158,6 @@ def _run(model: Any, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.a
 
 
 def _as_rows(added: mx.array) -> tuple[mx.array, mx.array]:
-    """[1, tokens, width] as the keys of one head, with values of no use."""
+    """Return [1, tokens, width] as the keys of one head, with unused values."""
     rows = added[:, None]
     return rows, rows[..., :1]

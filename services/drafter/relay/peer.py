@@ -1,4 +1,4 @@
-"""A drafter outside of this process, as the relay sees it."""
+"""A drafter outside this process, as seen by the relay."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ class DrafterPeer(Protocol):
     """A drafter in another program or on another machine, and the connection to it."""
 
     backend: str
-    """As the orchestrator knows it."""
+    """Its name for the orchestrator."""
 
     @property
     def name(self) -> str:
@@ -18,7 +18,7 @@ class DrafterPeer(Protocol):
         ...
 
     def last_words(self, reason: str) -> str:
-        """Why it is gone, as a sentence; `reason` is that of the connection's end."""
+        """Return why it is gone, as a sentence; `reason` is that of the connection's end."""
         ...
 
     def watch(self, poller: Poller) -> None:
@@ -26,26 +26,26 @@ class DrafterPeer(Protocol):
         ...
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting, after at most `timeout_s` seconds.
+        """Return True if a message is waiting, after at most `timeout_s` seconds.
 
         Raises:
             StreamEnded: there is no connection any more.
-            ProtocolError: what arrives cannot be cut into messages.
+            ProtocolError: the received data cannot be cut into messages.
         """
         ...
 
     def receive(self, timeout_s: float, what: str) -> FromDrafter:
-        """The next message; `what` names it in errors, which are also those of `ready`.
+        """Return the next message; `what` names it in errors, which are also those of `ready`.
 
         Raises:
-            DeadlineExceeded: nothing came in time.
+            DeadlineExceeded: nothing arrived in time.
         """
         ...
 
     def post(self, message: ToService) -> None:
-        """Queue a message; raises ProtocolError if the drafter reads nothing any more."""
+        """Queue a message; raises ProtocolError if the drafter no longer reads."""
         ...
 
     def flush(self) -> None:
-        """Send of what is queued as much as the way takes without waiting."""
+        """Send as much of the queue as possible without waiting."""
         ...

@@ -1,10 +1,10 @@
 """Replies that a drafting program owes; pure, the clock is the caller's.
 
 An opened sequence is owed `Prefilled`, a `DraftNow` a `DraftTree`; anything else may stay
-unanswered. A sign of life pays too: the program is late then, but does not hang. What was
-owed to a sequence that is closed is not owed any more, but the program's silence counts on: a
-program that hangs would outlive any number of short answers. Messages of rounds that are over are
-recognised here and go no further.
+unanswered. A heartbeat also counts as a reply: the program is late then, but does not hang. Replies
+to a closed sequence are no longer owed, but the program's silence is still counted: otherwise a
+hanging program would outlive any number of short answers. Messages of finished rounds are
+recognised here and dropped.
 """
 
 from dataclasses import dataclass, field
@@ -31,18 +31,18 @@ from protocol.messages import (
 class _Sequence:
     opened: float
     asked_at: float
-    """When the last question was sent, or answered in part."""
+    """Time of the last request, or of its last partial answer."""
     round: int = 0
-    """The newest that was asked about."""
+    """The newest round of a request."""
     opening: bool = True
     drafting: bool = False
-    """Whether the last question was `DraftNow`, for which the target waits."""
+    """True if the last request was `DraftNow`, for which the target waits."""
     owed: float | None = None
-    """Since when a draft is owed; newer questions do not pay the debt."""
+    """Time since when a draft is owed; newer requests do not reset it."""
     owed_round: int = 0
 
     def ask(self, message: Prepare | DraftNow, now: float) -> None:
-        """The next question."""
+        """Record the next request."""
         self.round, self.asked_at = message.round, now
         self.drafting = isinstance(message, DraftNow)
         if self.drafting and self.owed is None:
@@ -50,11 +50,11 @@ class _Sequence:
 
     @property
     def owed_since(self) -> float | None:
-        """Since when it is owed its prompt or a draft; None if nothing."""
+        """Time since when its prefill or a draft is owed; None if nothing is."""
         return self.opened if self.opening else self.owed
 
     def pay(self, now: float) -> None:
-        """The program lives; if the target still waits, the next part is owed from now on."""
+        """Record a sign of life; if the target still waits, the next part is owed from now on."""
         if self.owed is not None:
             self.owed = now if self.drafting else None
             self.owed_round = self.round
@@ -62,32 +62,33 @@ class _Sequence:
 
 @dataclass
 class PendingReplies:
-    """The books of one program."""
+    """The replies owed by one program."""
 
     prefill_s: float
-    """Longest wait for `Prefilled`; and how long a program may owe answers to sequences that were
-    closed meanwhile, in all, without a sign of life."""
+    """Longest wait for `Prefilled`; and how long in total a program may owe answers to sequences
+    that were closed meanwhile, without a sign of life.
+    """
     draft_s: float
     """Longest wait for a tree that the target waits for."""
     stale: int = 0
-    """Messages that were dropped."""
+    """Number of dropped messages."""
     _open: dict[int, _Sequence] = field(default_factory=dict)
     _news: float = 0.0
-    """When the program last gave a sign of life."""
+    """Time of the program's last sign of life."""
     _silent_s: float = 0.0
-    """How long it has since then owed something to sequences that are closed now."""
+    """Time since then during which it owed something to sequences that are closed now."""
     _counted: float = 0.0
-    """Up to when that is counted."""
+    """Time up to which that is counted."""
     _closed: set[int] = field(default_factory=set)
     """Sequences that were owed something when they were closed, and have got nothing since."""
 
     @property
     def sequences(self) -> list[int]:
-        """The open ones."""
+        """The open sequences."""
         return list(self._open)
 
     def note_request(self, message: ToService, now: float) -> None:
-        """Note what is sent to the program."""
+        """Record a message sent to the program."""
         match message:
             case OpenSequence(sequence=number):
                 self._open[number] = _Sequence(opened=now, asked_at=now)
@@ -104,7 +105,7 @@ class PendingReplies:
         """Return the part of a message from the program to pass on; None if there is none.
 
         Raises:
-            ProtocolError: it must not say this now.
+            ProtocolError: it must not send this now.
         """
         match message:
             case Hello():
@@ -117,11 +118,11 @@ class PendingReplies:
                 answer = None if known is None else self._about(known, message, now)
                 self.stale += answer is None
                 if message.sequence in self._closed:
-                    self._hear(now)  # too late to be of use, but what was asked for
+                    self._hear(now)  # too late to be of use, but a requested answer
                 return answer
 
     def _count_silence(self, number: int, now: float) -> None:
-        """Before this sequence is closed: since when something has been owed to any."""
+        """Before this sequence is closed, count the silence since a reply was first owed."""
         if number in self._open and self._open[number].owed_since is not None:
             owed = [since for one in self._open.values() if (since := one.owed_since) is not None]
             self._silent_s += now - max(min(owed), self._news, self._counted)
@@ -159,9 +160,9 @@ class PendingReplies:
         return message
 
     def overdue(self, now: float) -> str | None:
-        """Name the limit that it has exceeded, if there is one."""
+        """Return the limit that it has exceeded, if any."""
         opening = [s.opened for s in self._open.values() if s.opening]
-        # A program with one hand cannot draft while it prefills.
+        # A single-threaded program cannot draft while it prefills.
         since = opening or [s.owed for s in self._open.values() if s.owed is not None]
         limit = self.prefill_s if opening else self.draft_s
         if any(now - max(began, self._news) > limit for began in since):
@@ -176,7 +177,7 @@ class PendingReplies:
 
 
 def _clamp_draft_ms(tree: DraftTree, worked_ms: float) -> DraftTree:
-    """The tree with a time that can be: the planner learns from it for all requests."""
+    """Return the tree with a plausible time: the planner learns from it for all requests."""
     if 0.0 <= tree.draft_ms <= worked_ms:
         return tree
     return msgspec.structs.replace(tree, draft_ms=worked_ms)

@@ -1,7 +1,7 @@
-"""A program of somebody else's as our child: its pipes, its log, and its certain end.
+"""A third-party program as a child process: its pipes, its log, and its reliable termination.
 
-Its processes form a group of their own. A guard, a shell that holds one end of a pipe, ends
-that group as soon as we are gone, however we went.
+Its processes form their own group. A guard, a shell that holds one end of a pipe, kills that group
+when this process ends in any way.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from protocol.process.deadline import Deadline
 _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.4
-"""How long the program may take after the end of its input, and again after SIGTERM."""
+"""Time the program gets to exit after the end of its input, and again after SIGTERM."""
 _TICK_S = 0.01
 
 _LOG_READ_BYTES = 16 * 1024
@@ -64,17 +64,17 @@ class DrafterProcess(Closeable):
 
     @property
     def reading(self) -> int:
-        """Descriptor of its standard output."""
+        """File descriptor of its standard output."""
         return _pipe(self._process.stdout).fileno()
 
     @property
     def writing(self) -> int:
-        """Descriptor of its standard input."""
+        """File descriptor of its standard input."""
         return _pipe(self._process.stdin).fileno()
 
     @property
     def running(self) -> bool:
-        """True if it has not ended; it is not reaped, so that its group keeps its number."""
+        """True if it has not exited; it is not reaped, so that its group keeps its number."""
         return not self._closed and self._seen.status() != psutil.STATUS_ZOMBIE
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class DrafterProcess(Closeable):
         if not self._ends():
             self._signal(signal.SIGTERM)
             self._ends()
-        self._signal(signal.SIGKILL)  # also what it has started
+        self._signal(signal.SIGKILL)  # also its own children
         self._closed = True
         self._process.wait()
         self._guard.kill()
@@ -96,7 +96,7 @@ class DrafterProcess(Closeable):
         self._log.join()
 
     def last_words(self) -> str:
-        """How it ended, and the last line that it left on standard error; ends it if need be."""
+        """Return how it ended, and its last line on standard error; end it if necessary."""
         by_itself = self._ends()
         self.close()
         code = self._process.returncode
@@ -112,14 +112,14 @@ class DrafterProcess(Closeable):
         return not self.running
 
     def _signal(self, number: int) -> None:
-        # Nobody is left of a group whose only member has ended.
+        # A group is empty once its only member has exited.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
 
 @contextlib.contextmanager
 def run_program(command: Sequence[str]) -> Iterator[DrafterProcess]:
-    """A program that is ended with us, by SIGTERM too; errors as for `DrafterProcess`."""
+    """Run a program that ends with this process, also by SIGTERM; errors as in `DrafterProcess`."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         del number, frame
@@ -130,7 +130,7 @@ def run_program(command: Sequence[str]) -> Iterator[DrafterProcess]:
         try:
             yield program
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is on its way
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already ending
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -140,13 +140,13 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 class LogReader:
-    """Passes a program's standard error to our log, line by line, but not without end."""
+    """Passes a program's standard error to our log, line by line, up to a limit."""
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
         self._pipe = pipe
         self._name = name
         self.last = ""
-        """The last line that was not empty."""
+        """The last nonempty line."""
         self._left = _LOG_BYTES
         self._left_out = 0
         self._window = time.monotonic()
@@ -154,7 +154,7 @@ class LogReader:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the rest; what still holds the other end does not keep us."""
+        """Wait for the rest, but not if another process holds the other end open."""
         self._thread.join(_SHUTDOWN_S)
 
     def _run(self) -> None:
@@ -173,7 +173,7 @@ class LogReader:
         self.last = lines[-1] if lines else self.last
         if self._left < len(data):
             self._left_out += len(data)
-            time.sleep(_TICK_S)  # who writes without end may wait
+            time.sleep(_TICK_S)  # a program that writes endlessly can wait
             return
         self._left -= len(data)
         for line in lines:
@@ -181,5 +181,5 @@ class LogReader:
 
     def _say_what_was_left_out(self) -> None:
         if self._left_out:
-            _log.warning("%s: %d bytes of its log were left out", self._name, self._left_out)
+            _log.warning("%s: %d bytes of its log were dropped", self._name, self._left_out)
             self._left_out = 0

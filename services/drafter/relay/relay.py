@@ -1,8 +1,8 @@
-"""The stdio and remote backends: relay between the orchestrator and a drafter elsewhere.
+"""The stdio and remote backends: relay between the orchestrator and an external drafter.
 
-A relay and not a `DraftBackend`, so that the drafter gets every message as it comes: it keeps
-its own streaming, and news can interrupt it. Whatever it does wrong ends this process with a
-sentence; the supervisor's restart budget then decides, and requests decode plainly meanwhile.
+It is a relay and not a `DraftBackend`, so that the drafter gets every message immediately: it can
+stream, and be interrupted by new messages. Any fault of the drafter ends this process with a
+message; the supervisor's restart budget then decides, and requests decode plainly meanwhile.
 """
 
 import logging
@@ -42,11 +42,11 @@ _TICK_S = 0.2
 
 
 def relay(settings: DrafterSettings, peer: DrafterPeer) -> None:
-    """Relay until the orchestrator says stop.
+    """Relay until the orchestrator sends a stop.
 
     Raises:
         ModelError: the orchestrator refused the drafter.
-        RuntimeFailure: the drafter ended, hung, was lost, or said something it must not.
+        RuntimeFailure: the drafter ended, hung, was lost, or sent an invalid message.
     """
     try:
         _Relay(settings, peer).run()
@@ -57,7 +57,7 @@ def relay(settings: DrafterSettings, peer: DrafterPeer) -> None:
 
 
 def _identity(hello: FromDrafter, peer: DrafterPeer) -> Identity:
-    """The drafter's identity, as this process passes it on to the orchestrator."""
+    """Return the drafter's identity, as this process passes it on to the orchestrator."""
     if not isinstance(hello, Hello) or hello.role != "drafter":
         raise ProtocolError("its first message must be a drafter's Hello")
     if hello.protocol != PROTOCOL_VERSION:
@@ -92,7 +92,11 @@ class _Relay:
             hello = self._peer.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
             identity = _identity(hello, self._peer)
         except (ProtocolError, DeadlineExceeded) as error:
-            hint = "; a program of lines needs --draft-lines" if self._settings.command else ""
+            hint = (
+                "; a program that speaks the line protocol needs --draft-lines"
+                if self._settings.command
+                else ""
+            )
             raise type(error)(f"{error}{hint}") from error
         _log.info("%s drafts: %s %s", self._peer.name, identity.backend, identity.model)
         channel: Channel[ToService] = Channel(
@@ -112,7 +116,7 @@ class _Relay:
                     _log.info("dropped %d messages of rounds that were over", self._pending.stale)
 
     def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
-        """Return whether the orchestrator welcomed us; pass on to the drafter if it said stop."""
+        """Return True if the orchestrator welcomed us; pass on to the drafter if it sent a stop."""
         try:
             welcome = shake_hands(channel, identity)
         except ModelError as error:
@@ -125,7 +129,7 @@ class _Relay:
         return welcome
 
     def _forget(self) -> None:
-        """There is another orchestrator, to which what is open here means nothing."""
+        """Close everything: another orchestrator has taken over."""
         for number in self._pending.sequences:
             self._to_drafter(CloseSequence(sequence=number), awake_time())
 
@@ -138,13 +142,13 @@ class _Relay:
             waiting = channel.ready(0.0) or self._peer.ready(0.0)
             poller.wait(0.0 if waiting else _TICK_S)
             now = awake_time()
-            # News first: it may make what the drafter says next worthless.
+            # News first: it may make the drafter's next answer pointless.
             while channel.ready(0.0):
                 message = channel.receive(0.0, "message")
                 heartbeat.on_receive()
                 match message:
                     case Heartbeat() | Welcome():
-                        pass  # the answer to our own beat, or to a Hello that was said twice
+                        pass  # the answer to our own beat, or to a Hello that was sent twice
                     case Identify():
                         return False
                     case Stop():

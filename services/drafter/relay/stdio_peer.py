@@ -8,7 +8,7 @@ from protocol.transport.pipes import PipeChannel, writable, write_some
 from services.drafter.relay.process import DrafterProcess
 
 _MOST_STATES = MAX_MESSAGE_BYTES // 2
-"""Bytes that a program has not read yet, beyond which the target's states are not for it."""
+"""Unread bytes beyond which the target's states are not sent to a program."""
 
 
 class StdioPeer:
@@ -22,7 +22,7 @@ class StdioPeer:
             program.reading, program.writing, Decoder(FromDrafter)
         )
         self._unsent = bytearray()
-        """What the program has not read yet."""
+        """Bytes that the program has not read yet."""
 
     @property
     def name(self) -> str:
@@ -30,30 +30,30 @@ class StdioPeer:
         return f"the draft command {self._program.name!r}"
 
     def last_words(self, reason: str) -> str:
-        """How the program ended says more than that its pipe did."""
+        """Return how the program ended, which says more than the end of its pipe."""
         del reason
         return self._program.last_words()
 
     def watch(self, poller: Poller) -> None:
-        """Wait for its output, and until it reads if something is left for it."""
+        """Wait for its output, and until it reads if data is queued for it."""
         poller.read(self._program.reading)
         poller.write(self._program.writing, enabled=bool(self._unsent))
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting."""
+        """Return True if a message is waiting."""
         return self._stream.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> FromDrafter:
-        """The next message."""
+        """Return the next message."""
         return self._stream.receive(timeout_s, what)
 
     def post(self, message: ToService) -> None:
-        """Queue a message; states of the target are left out where much is queued already."""
+        """Queue a message; states of the target are dropped if much is queued already."""
         if isinstance(message, Features) and len(self._unsent) > _MOST_STATES:
             return
         self._unsent += encode(message)
         if len(self._unsent) > MAX_MESSAGE_BYTES:
-            raise ProtocolError("it does not read what it is sent")
+            raise ProtocolError("it does not read its input")
 
     def flush(self) -> None:
         """Write as much as its pipe takes."""

@@ -1,7 +1,7 @@
 """A draft server on another machine, as a relay's peer: messages over CURVE.
 
-A lost connection is not repaired here: this process ends, and its successor starts afresh with a
-server that has forgotten everything as well.
+A lost connection is not restored here: this process ends, and its successor starts afresh, as does
+the server.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ class TcpPeer(Closeable):
         return f"the draft server {self._address}"
 
     def last_words(self, reason: str) -> str:
-        """The connection's end is all that we know."""
+        """Return the reason for the connection's end, as nothing else is known."""
         return f"{self.name}: {reason}"
 
     def watch(self, poller: Poller) -> None:
@@ -45,7 +45,9 @@ class TcpPeer(Closeable):
         poller.add(self._channel)
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message is waiting; what has arrived before the end is still read."""
+        """Return True if a message is waiting; messages that arrived before the end are still
+        read.
+        """
         deadline = Deadline(timeout_s)
         while not self._channel.ready(min(_LOOK_S, deadline.remaining)):
             self._channel.check()
@@ -54,7 +56,7 @@ class TcpPeer(Closeable):
         return True
 
     def receive(self, timeout_s: float, what: str) -> FromDrafter:
-        """The next message."""
+        """Return the next message."""
         if not self.ready(timeout_s):
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
         message = self._channel.receive(0.0, what)
@@ -67,10 +69,10 @@ class TcpPeer(Closeable):
         try:
             self._channel.send(message)
         except RuntimeFailure as error:
-            raise ProtocolError("it does not read what it is sent") from error
+            raise ProtocolError("it does not read its input") from error
 
     def flush(self) -> None:
-        """Nothing: zmq sends by itself."""
+        """Do nothing: zmq sends by itself."""
 
     def close(self) -> None:
         """Close the connection; safe to call twice."""

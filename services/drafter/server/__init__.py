@@ -1,1 +1,1 @@
-"""Our drafters for others: on standard input and output, or listening."""
+"""Our drafters for external hosts: on standard input and output, or listening."""

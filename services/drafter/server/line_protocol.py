@@ -1,4 +1,4 @@
-"""The line protocol's words, for both ends (`docs/guide/draft-server.md` defines them)."""
+"""Syntax of the line protocol, for both ends (`docs/guide/draft-server.md` defines it)."""
 
 import re
 
@@ -20,11 +20,11 @@ class Lines:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add what was read."""
+        """Add received bytes."""
         self._bytes += data
 
     def cut(self) -> str | None:
-        """The next whole line, or None if it has not arrived yet.
+        """Return the next whole line, or None if it has not arrived yet.
 
         Raises:
             ProtocolError: it is too long, or not ASCII.
@@ -43,16 +43,16 @@ class Lines:
 
 
 def tokens_line(tokens: Tokens, elapsed_ms: float) -> str:
-    """The answer to DRAFT."""
+    """Return the answer to DRAFT."""
     return f"TOKENS {','.join(map(str, tokens))} {elapsed_ms:.1f}ms"
 
 
 def read_tokens(line: str) -> Tokens:
-    """The tokens of an answer to DRAFT; raises ProtocolError if it is none."""
+    """Return the tokens of an answer to DRAFT; raises ProtocolError for any other line."""
     match = _ANSWER.fullmatch(line)
     if match is None:
         raise ProtocolError(f"{line[:80]!r} is no answer to DRAFT")
     tokens = [int(token) for token in (match["tokens"] or "").split(",") if token]
     if any(token >= 2**31 for token in tokens):
-        raise ProtocolError(f"{line[:80]!r} has a token that none can be")
+        raise ProtocolError(f"{line[:80]!r} contains an impossible token")
     return tokens

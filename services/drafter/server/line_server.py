@@ -14,26 +14,26 @@ _log = logging.getLogger(__name__)
 
 _IDLE_S = 3600.0
 _CONTEXT, _SCRATCH = 1, 2
-"""The backend's sequences: the one that DRAFT grows, and BENCH's."""
+"""The backend's sequences: the one that DRAFT extends, and BENCH's."""
 _BENCH_TOKENS = 32
 
 
 class LineServer:
-    """Answers lines; the context holds every token that was sent since the last RESET."""
+    """Answers lines; the context holds every token sent since the last RESET."""
 
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
         self._context: Tokens = []
         self._committed = 0
-        """How many of them the backend knows as committed."""
+        """How many of them are committed in the backend."""
         self._reset()
 
     def serve(self, reading: int, writing: int) -> None:
         """Answer until QUIT.
 
         Raises:
-            StreamEnded: the host went away.
-            ProtocolError: what it sends are no lines.
+            StreamEnded: the host disconnected.
+            ProtocolError: the received data are not lines.
         """
         lines = Lines()
         self._say(writing, "READY")
@@ -51,7 +51,7 @@ class LineServer:
         write_all(writing, f"{line}\n".encode(), "reader of our lines")
 
     def answer(self, line: str) -> str:
-        """The answer to one command; ERROR and a sentence if it cannot be done."""
+        """Return the answer to one command; ERROR and a sentence if it fails."""
         match line.upper().split():
             case ["PING"]:
                 return "PONG"
@@ -81,7 +81,7 @@ class LineServer:
             self._context.append(token)
             found = self._backend.draft(_CONTEXT, token, count)
             drafts = [one.token for one in found if one is not None]
-        # The host decides what now; a context that half took a token would mislead it.
+        # The host decides how to continue; a partially updated context would mislead it.
         except Exception as error:  # noqa: BLE001
             _log.exception("DRAFT %d %d failed", token, count)
             self._reset()
@@ -99,7 +99,7 @@ class LineServer:
         return ""
 
     def _bench(self) -> str:
-        """Time of a draft in a context of its own: the host's stays as it is."""
+        """Time a draft in a separate context: the host's stays unchanged."""
         for _ in self._backend.open(_SCRATCH, [], Sampling()):
             pass
         started = time.perf_counter()

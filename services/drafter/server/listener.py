@@ -1,7 +1,7 @@
-"""Where hosts come to a listening draft server: one at a time, over CURVE.
+"""Listen for hosts of a draft server: one at a time, over CURVE.
 
-It is the `Connection` of a service. A host says Identify; from then on it is the one that is
-served until it says stop, vanishes, or stays silent for too long. Others are refused.
+It is the `Connection` of a service. A host sends Identify and is then served until it sends a stop,
+disconnects, or stays silent for too long. Other hosts are refused meanwhile.
 """
 
 import logging
@@ -19,10 +19,10 @@ from protocol.transport.curve import KeyPair, ServerLock
 _log = logging.getLogger(__name__)
 
 _SILENCE_S = 5.0
-"""A host answers a heartbeat every second; after this long without a message it is dropped."""
+"""A host answers a heartbeat every second; it is dropped after this long without a message."""
 _BUSY = "this draft server is serving another host; start another one, or try again later"
 _FIRST_S = 60.0
-"""Before its first message it waits for an orchestrator, which may be about to start."""
+"""Longest silence before its first message, as its orchestrator may still be starting."""
 _LOOK_S = 1.0
 
 
@@ -43,24 +43,24 @@ class HostListener(Closeable):
         self._clock = clock
         self._host: bytes | None = None
         self._newcomer: bytes | None = None
-        """Who came when the host turned out to be gone."""
+        """A host that connected after the current one had gone."""
         self._heard = 0.0
         self._timeout_s = _FIRST_S
         self._next: ToService | ProtocolError | None = None
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that the system chose if it was 0."""
+        """The listening address, with the port that the system chose if it was 0."""
         return self._hub.bound_to
 
     def await_host(self) -> None:
-        """Return when somebody has come to be served; until then only signals end the wait."""
+        """Wait for a host; only signals end the wait early."""
         while self._host is None:
             if self._hub.ready(_LOOK_S):
                 self._look()
 
     def dismiss(self, reason: str) -> None:
-        """Serve this host no longer."""
+        """Stop serving this host."""
         if self._host is not None:
             self._hub.send(self._host, Rejected(reason))
         self._host, self._next = self._newcomer, None
@@ -72,7 +72,7 @@ class HostListener(Closeable):
             raise StreamEnded("the host has gone")
 
     def ready(self, timeout_s: float) -> bool:
-        """Return whether a message of the host's is waiting, after at most `timeout_s` seconds.
+        """Return True if a message from the host is waiting, after at most `timeout_s` seconds.
 
         Raises:
             StreamEnded: the host has been silent for too long.
@@ -94,11 +94,11 @@ class HostListener(Closeable):
         return self.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> ToService:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            DeadlineExceeded: nothing came in time.
-            ProtocolError: what came is not a message to a drafter.
+            DeadlineExceeded: nothing arrived in time.
+            ProtocolError: the message is not one to a drafter.
         """
         if not self.ready(timeout_s) or self._next is None:
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
@@ -108,7 +108,7 @@ class HostListener(Closeable):
         return message
 
     def _look(self) -> None:
-        """Take in one message, whoever sent it."""
+        """Read one message from any host."""
         received = self._hub.receive()
         if received is None:
             return
@@ -127,5 +127,5 @@ class HostListener(Closeable):
             self._hub.send(peer, Rejected(_BUSY))
 
     def close(self) -> None:
-        """Listen no longer; safe to call twice."""
+        """Stop listening; safe to call twice."""
         self._hub.close()

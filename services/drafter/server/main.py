@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(settings: DraftServerSettings, pipes: Pipes) -> None:
-    """Start the backend and serve the host until it says stop or goes away."""
+    """Start the backend and serve the host until it sends a stop or disconnects."""
     backend = create_backend(settings)
     if settings.listen:
         with contextlib.suppress(KeyboardInterrupt):
@@ -44,15 +44,15 @@ def run(settings: DraftServerSettings, pipes: Pipes) -> None:
 
 
 def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
-    """Serve whoever comes and is trusted, one at a time; none of them can end it."""
+    """Serve trusted hosts, one at a time; none of them can end the server."""
     keys = read_keys(Path(settings.key_file))
     identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
     with HostListener(settings.listen, keys, settings.trusted) as listener:
         _log.info("listening at %s with the key %s", listener.address, keys.public)
         while True:
             listener.await_host()
-            reason = "the host said stop"
-            _log.info("a host has come")
+            reason = "the host sent a stop"
+            _log.info("a host has connected")
             try:
                 serve(listener, identity, drafter)
             except (StreamEnded, DeadlineExceeded, ProtocolError, ModelError) as error:
@@ -69,7 +69,7 @@ def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:
 
 
 def main() -> int:
-    """The process's exit code."""
+    """Run the server and return the process's exit code."""
 
     def body() -> None:
         pipes = take_pipes()

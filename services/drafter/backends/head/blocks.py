@@ -1,9 +1,9 @@
 """Heads that draft blocks (DFlash, DFlash 2, DSpark), ahead of the target's outcome.
 
-While a chain or a tree is being verified, its states do not exist: the path to a row enters a
-block as tokens that are known, and so does a bonus token that is prepared for. One pass over a
-block for each row gives the candidates for the bonus; a second one, over a block for each
-branch, gives all depths: a branch that forks goes on in the slots of its own block.
+While a chain or a tree is being verified, its states do not exist: the path to a row enters a block
+as known tokens, and so does a bonus token that is prepared for. One pass over a block for each row
+gives the candidates for the bonus; a second one, over a block for each branch, gives all depths: a
+branch that forks continues in the slots of its own block.
 """
 
 from collections.abc import Generator, Sequence
@@ -43,7 +43,7 @@ from services.sampling.candidates import Top, name_candidates, rank_bonuses
 from services.sampling.device import best_of
 
 _SAMPLED_WIDTH = 64
-"""Candidates of a slot when noise decides."""
+"""Candidates of a slot when sampling with noise."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Sequence:
     known: Tokens
     """All committed tokens."""
     processor: LogitsProcessor | None
-    """After these tokens, if the request shapes logits."""
+    """State after these tokens, if the request processes logits."""
     states: StateRun = field(default_factory=lambda: StateRun(WINDOW))
     first: int = 0
     """Position of the first state in the store."""
@@ -64,13 +64,13 @@ class _Sequence:
 class _Slots:
     """The slots of some blocks, and their logits.
 
-    An output head costs what it takes to be read, for few rows as for one. So the logits of slots
-    that come next are computed along with those that are asked for.
+    An output head costs what reading it costs, for few rows as for one. So the logits of later
+    slots are computed along with the requested ones.
 
     Args:
-        head: what computed them.
+        head: computed them.
         hidden: [blocks, block, width].
-        depth: how many slots of each block will be asked for at most, one after the other.
+        depth: most slots of each block that will be read, one after the other.
     """
 
     def __init__(self, head: BlockHead, hidden: mx.array, depth: int) -> None:
@@ -80,7 +80,7 @@ class _Slots:
         self._logits = hidden
 
     def read(self, places: list[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-        """[places, head] logits and [places, width] of these slots: (block, slot)."""
+        """Return [places, head] logits and [places, width] of these slots: (block, slot)."""
         if not all(place in self._rows for place in places):
             steps, size = range(self._ahead), self._hidden.shape[1]
             every = [(b, s + n) for b, s in dict.fromkeys(places) for n in steps if s + n < size]
@@ -98,12 +98,12 @@ class BlockBackend:
     """Draft backend of heads that draft in blocks.
 
     Args:
-        head: what is in the head's folder.
+        head: description of the head's folder.
         ends: the target's ends.
         module: the head.
-        request: what the verifier is asked for.
+        request: the features requested from the verifier.
         prefill_step_size: most states of one pass over a prompt.
-        unit: the compute unit, if it is known.
+        unit: the compute unit, if known.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class BlockBackend:
         yield from ()
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
-        """Keep them until the next draft; what another drafter had asked for is not ours."""
+        """Keep the states until the next draft; drop those that another drafter requested."""
         known = self._sequences.get(sequence)
         if known is not None and rows.shape[1] == self._sent:
             known.states.add(first, rows)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens."""
+        """Record the committed tokens."""
         known = self._sequences[sequence]
         check_rewind(len(known.known), base)
         if base < len(known.known):
@@ -177,7 +177,7 @@ class BlockBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """A chain is the tree that does not fork."""
+        """Prepare a chain as a tree without branches."""
         yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
 
     def prepare_tree(
@@ -188,7 +188,7 @@ class BlockBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Candidates after each row of the tree, then a block for each branch."""
+        """Yield candidates after each row of the tree, then a block for each branch."""
         known = self._sequences[sequence]
         yield from self._settle(known)
         at = self._begin(known, max(tree.depths) + 2)
@@ -218,7 +218,7 @@ class BlockBackend:
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
-        """One block."""
+        """Draft one block."""
         chain = options._replace(siblings=0)
         for layer in self.draft_tree(sequence, pending, count, chain):
             if layer is None:
@@ -229,7 +229,7 @@ class BlockBackend:
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
-        """One block, through which paths may part."""
+        """Draft one block, in which paths may branch."""
         known = self._sequences[sequence]
         yield from self._settle(known)
         at = self._begin(known, 1)
@@ -248,10 +248,10 @@ class BlockBackend:
         return KVStore([None] * len(self._head.layers), bucketed=False)
 
     def _settle(self, known: _Sequence) -> Generator[None]:
-        """Bring the context up to date with the states that came."""
+        """Update the context with the states that have arrived."""
         states, store = known.states, known.store
         end = known.first + store.length
-        ahead = states.first > len(known.known)  # of tokens to come, behind a gap
+        ahead = states.first > len(known.known)  # of tokens to come, after a gap
         if states.end and not ahead and not known.first <= states.first <= end:
             known.first, end = states.first, states.first
             known.store = store = self._new_store()
@@ -267,17 +267,17 @@ class BlockBackend:
                 yield
 
     def _begin(self, known: _Sequence, ahead: int) -> int:
-        """Where blocks begin: after the last state, unless that leaves no room for a draft."""
+        """Return the first position of blocks: after the last state, if that leaves room."""
         end = known.first + known.store.length
         lag = len(known.known) - end
         return end if lag == 0 or self._room(lag + ahead) else len(known.known)
 
     def _room(self, known: int) -> int:
-        """Tokens that a block with so many known ones drafts."""
+        """Return how many tokens a block with `known` known ones drafts."""
         return max(0, self._head.block_size - known + int(self._head.from_first))
 
     def _context(self, known: _Sequence) -> tuple[Context | None, int]:
-        """The last states' keys and values, and the position of the first."""
+        """Return the last states' keys and values, and the position of the first."""
         stop = known.store.length
         start = max(0, stop - WINDOW)
         if start == stop:
@@ -292,7 +292,7 @@ class BlockBackend:
     # ------------------------------------------------------------ blocks
 
     def _branch(self, known: _Sequence, given: Tokens, chain: Tokens) -> Branch:
-        """A block that begins with committed tokens without states, and tokens of a chain."""
+        """Return a block that starts with committed tokens without states, then a chain."""
         processor = known.processor
         if processor is not None:
             processor = processor.branch(len(known.known))
@@ -300,7 +300,7 @@ class BlockBackend:
         return Branch([*given, *chain], processor)
 
     def _passes(self, known: _Sequence, branches: Sequence[Branch], at: int, depth: int) -> _Slots:
-        """A block for each branch, of which up to `depth` slots will be asked for."""
+        """Run a block for each branch, of which up to `depth` slots will be read."""
         size, mask = self._head.block_size, self._head.mask_token
         for block, branch in enumerate(branches):
             branch.block = block
@@ -311,13 +311,13 @@ class BlockBackend:
     def _tops(
         self, known: _Sequence, branches: Sequence[Branch], slots: _Slots, width: int
     ) -> tuple[list[Top], list[float] | None]:
-        """Candidates after each branch's last token, and the head's own confidences.
+        """Return candidates after each branch's last token, and the head's own confidences.
 
         Args:
             known: the sequence.
-            branches: perhaps with tokens that were masks when `slots` were computed.
-            slots: of the blocks that they go through.
-            width: candidates wanted.
+            branches: possibly with tokens that were masks when `slots` were computed.
+            slots: of their blocks.
+            width: number of candidates.
         """
         logits, own = slots.read(
             [(b.block, len(b.tokens) - int(self._head.from_first)) for b in branches]
@@ -349,9 +349,9 @@ class BlockBackend:
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer]:
-        """Depth by depth what follows these bonus tokens, until their blocks are full."""
+        """Yield the successors of these bonus tokens by depth, until their blocks are full."""
         if uses_rejection(known.sampling):
-            options = options._replace(siblings=0)  # what is drawn has none
+            options = options._replace(siblings=0)  # drawn tokens have no siblings
         places = [i for i, (_, branch) in enumerate(growth) if self._room(len(branch.tokens))]
         growth = [growth[place] for place in places]
         if not growth:

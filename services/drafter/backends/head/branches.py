@@ -1,4 +1,4 @@
-"""Paths through the blocks of a head that drafts blocks: how they fork and go on. Pure."""
+"""Paths through the blocks of a head that drafts blocks: how they branch and grow. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,21 +12,21 @@ from services.drafter.backends.growth import Tip
 
 @dataclass
 class Branch:
-    """A path through a block: what is known of it, and what was drafted."""
+    """A path through a block: its known tokens and its drafted ones."""
 
     tokens: Tokens
     """From the block's first position on."""
     processor: LogitsProcessor | None
     block: int = 0
-    """Which of the blocks of a pass it goes through."""
+    """Index of its block in a pass."""
 
 
 Growth = list[tuple[Tip, Branch]]
-"""Branches, with where they stand in the tree."""
+"""Branches, with their places in the tree."""
 
 
 def extend(branch: Branch, token: int) -> Branch:
-    """The branch with another token; the first is left as it is."""
+    """Return a copy of the branch with another token."""
     processor = branch.processor
     if processor is not None:
         processor = processor.branch(len(processor))
@@ -35,7 +35,7 @@ def extend(branch: Branch, token: int) -> Branch:
 
 
 def follow(tips: list[Tip], branches: list[Branch]) -> Iterator[tuple[Tip, Branch]]:
-    """The branches with these tokens behind their parents; an only child needs no copy."""
+    """Extend the branches by these tokens after their parents; an only child needs no copy."""
     children = Counter(tip.parent for tip in tips)
     for tip in tips:
         branch = branches[tip.parent]
@@ -49,9 +49,9 @@ def follow(tips: list[Tip], branches: list[Branch]) -> Iterator[tuple[Tip, Branc
 
 
 def rate(named: list[DraftedToken], sure: float) -> list[DraftedToken]:
-    """Candidates with the head's own confidence in the best of them.
+    """Return candidates with the head's own confidence in the best of them.
 
-    The others share what it leaves as their probabilities say, and stay behind it.
+    The others share the rest by their probabilities, and stay below it.
     """
     best, *others = named
     rest = 1.0 - best.confidence
@@ -61,12 +61,11 @@ def rate(named: list[DraftedToken], sure: float) -> list[DraftedToken]:
 
 
 def pad_ended(layer: TreeLayer, places: list[int]) -> TreeLayer:
-    """A depth without siblings with a token for each outcome; where a branch has ended, so much
-    is said.
+    """Return a depth without siblings that has a token, or an end mark, for each outcome.
 
     Args:
-        layer: the tokens of branches that go on.
-        places: whose they are.
+        layer: the tokens of continuing branches.
+        places: their outcomes.
     """
     if len(places) == len(layer.outcomes):
         return layer

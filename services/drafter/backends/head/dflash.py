@@ -1,9 +1,9 @@
 """DFlash, DFlash 2 and DSpark: a whole block of tokens in one pass.
 
-A block is some tokens that are known and masks behind them. It attends to itself and to keys
-and values that are projected from the target's states, and its last slots say what the masks
-stand for. DFlash 2 adds convolutions along the block and rescores candidates by the token
-before; DSpark adds a bias from the token before, and says how sure it is.
+A block consists of some known tokens and masks after them. It attends to itself and to keys and
+values that are projected from the target's states, and its last slots predict the masked tokens.
+DFlash 2 adds convolutions along the block and rescores candidates by the token before; DSpark adds
+a bias from the token before, and a confidence.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ from services.drafter.backends.head.weights import (
 from services.sampling.candidates import Top
 
 Context = list[tuple[mx.array, mx.array]]
-"""Per layer keys and values, [1, heads, slots, size]."""
+"""Keys and values per layer, [1, heads, slots, size]."""
 
 
 class _Convolution(nn.Module):
-    """Grouped dynamic causal convolutions along a block, before and behind a sublayer."""
+    """Grouped dynamic causal convolutions along a block, before and after a sublayer."""
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
     def before(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """[blocks, tokens, width] for the sublayer, and the kernel for `behind`."""
+        """Return [blocks, tokens, width] for the sublayer, and the kernel for `behind`."""
         kernels = self.kernel_projection(x).reshape(*x.shape[:2], 2, self._taps, -1)
         return self._convolve(x, kernels[:, :, 0], self.base_kernel[0]), kernels[:, :, 1]
 
@@ -81,7 +81,7 @@ class _Layer(nn.Module):
     def __call__(
         self, x: mx.array, at: int, context: tuple[mx.array, mx.array] | None, first: int
     ) -> mx.array:
-        """[blocks, tokens, width], all at position `at`; the context begins at `first`."""
+        """Compute [blocks, tokens, width], all at position `at`; the context starts at `first`."""
         slots = 0 if context is None else context[0].shape[2]
         mask = self._mask(x.shape[0], x.shape[1], at, first + np.arange(slots))
         y, kernel = self._before("attention_conv", self.input_layernorm(x))
@@ -100,7 +100,7 @@ class _Layer(nn.Module):
         return out
 
     def _mask(self, blocks: int, tokens: int, at: int, context: Any) -> mx.array | None:
-        """[blocks * tokens, context + blocks * tokens] bool; None: everything is seen."""
+        """Return a mask [blocks * tokens, context + blocks * tokens]; None if all is visible."""
         if blocks == 1 and not self._causal and not self._window:
             return None
         own = at + np.tile(np.arange(tokens), blocks)
@@ -117,7 +117,7 @@ class _Layer(nn.Module):
 
 
 class _Selector(nn.Module):
-    """DFlash 2: candidates scored by the token before them."""
+    """DFlash 2: scores candidates by the token before them."""
 
     def __init__(self, width: int, rows: int, rank: int) -> None:
         super().__init__()
@@ -126,7 +126,9 @@ class _Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def __call__(self, hidden: mx.array, before: mx.array, candidates: mx.array) -> mx.array:
-        """[rows, candidates] to be added, of [rows, width], [rows] and [rows, candidates]."""
+        """Return [rows, candidates] to be added, from [rows, width], [rows] and [rows,
+        candidates].
+        """
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         scores: mx.array = self.successor_codebook[candidates] @ context[:, :, None]
         return scores[..., 0]
@@ -163,7 +165,7 @@ class BlockHead(nn.Module):
         self.block_size = int(head.value("block_size", 16))
         self.mask_token = int(head.value("mask_token_id"))
         self.from_first = head.format == "dspark"
-        """Whether a slot says what comes after it, and not what it is itself."""
+        """True if a slot predicts the next token, and not its own."""
         self._input_scale = float(head.value("input_embedding_scale", 1.0))
         self._output_scale = float(head.value("output_multiplier", 1.0))
         self._softcap = float(head.value("final_logit_softcapping", 0.0))
@@ -192,7 +194,7 @@ class BlockHead(nn.Module):
         if head.value("markov_head_type", "vanilla") != "vanilla" or head.value(
             "log_snr_conditioning", default=False
         ):
-            raise ModelError(f"the head {head.folder!r} is a variant of DSpark that is not known")
+            raise ModelError(f"the head {head.folder!r} is an unknown variant of DSpark")
         if "markov_head.markov_w1.weight" in tensors:
             rows, rank = tensors["markov_head.markov_w1.weight"].shape
             columns = tensors["markov_head.markov_w2.weight"].shape[0]
@@ -204,22 +206,23 @@ class BlockHead(nn.Module):
     # ------------------------------------------------------------ passes
 
     def project(self, states: mx.array) -> mx.array:
-        """[1, tokens, layers * width] as the target has them -> [1, tokens, width]."""
+        """Project [1, tokens, layers * width] of the target to [1, tokens, width]."""
         out: mx.array = self.fc(states)
         return out
 
     def read(self, states: mx.array, at: int) -> Context:
-        """Keys and values of [1, tokens, width] projected states from position `at` on."""
+        """Return keys and values of [1, tokens, width] projected states from position `at` on."""
         normed = self.hidden_norm(states)
         return [layer.self_attn.keys_and_values(normed, at) for layer in self.layers]
 
     def __call__(self, tokens: mx.array, at: int, context: Context | None, first: int) -> mx.array:
-        """[blocks, tokens, width] of blocks [blocks, tokens], which begin at position `at`.
+        """Compute [blocks, tokens, width] of blocks [blocks, tokens], which start at position
+        `at`.
 
         Args:
             tokens: known ones, then `mask_token`.
-            at: of every block's first token.
-            context: of the tokens before, from position `first` on; None: there is none.
+            at: position of every block's first token.
+            context: of the tokens before, from position `first` on; None if there is none.
             first: see there.
         """
         x = self._embed(tokens) * self._input_scale
@@ -228,17 +231,17 @@ class BlockHead(nn.Module):
         out: mx.array = self.norm(x)
         return out
 
-    # ------------------------------------------------------------ what comes next
+    # ------------------------------------------------------------ predictions
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[..., head] of [..., width]."""
+        """Return logits [..., head] of [..., width]."""
         logits: mx.array = self._head(hidden) * self._output_scale
         if self._softcap > 0.0:
             logits = mx.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def add_bias(self, logits: mx.array, before: mx.array) -> mx.array:
-        """[rows, head] given the tokens before, [rows]."""
+        """Return [rows, head] logits biased by the tokens before, [rows]."""
         if "markov_head" not in self:
             return logits
         markov = self.markov_head
@@ -246,7 +249,7 @@ class BlockHead(nn.Module):
         return biased
 
     def select(self, top: Top, hidden: mx.array, before: mx.array) -> Top:
-        """The candidates in the order that the selector gives them."""
+        """Return the candidates in the selector's order."""
         if "candidate_selector" not in self:
             return top
         added = self.candidate_selector(hidden, before, mx.array(top.ids))
@@ -258,26 +261,26 @@ class BlockHead(nn.Module):
         return Top(np.take_along_axis(top.ids, order, axis=-1), ranked, totals)
 
     def confidences(self, hidden: mx.array, before: mx.array) -> list[float] | None:
-        """The head's own estimate of each row's acceptance, if it makes one."""
+        """Return the head's own estimate of each row's acceptance, if it makes one."""
         if "confidence_head" not in self:
             return None
         inputs = [hidden]
         if self.confidence_head.proj.weight.shape[1] > self.width:
             inputs.append(self.markov_head.markov_w1(before))
-        told = mx.sigmoid(self.confidence_head.proj(mx.concatenate(inputs, axis=-1)))
-        found: Any = told[:, 0].astype(mx.float32).tolist()
-        return [float(one) for one in found]
+        confidences = mx.sigmoid(self.confidence_head.proj(mx.concatenate(inputs, axis=-1)))
+        values: Any = confidences[:, 0].astype(mx.float32).tolist()
+        return [float(one) for one in values]
 
 
 def _convolution(head: HeadDescription) -> tuple[int, int] | None:
-    """Taps and group size, if the layers have convolutions."""
+    """Return number of taps and group size, if the layers have convolutions."""
     if head.format != "dflash2":
         return None
     return int(head.value("conv_kernel_size")), int(head.value("conv_group_size"))
 
 
 def _plain_names(tensors: Tensors) -> Tensors:
-    """One name for each tensor, whatever the packaging."""
+    """Return the tensors under uniform names, however they were packaged."""
     found: Tensors = {}
     for name, array in tensors.items():
         plain = name.removeprefix("model.").removeprefix("draft_model.")

@@ -1,6 +1,6 @@
 """EAGLE-3: one layer over the embedding of a token and the target's fused states before it.
 
-The head's own residual stream stands in for states that do not exist yet.
+The head's own residual stream replaces states that do not exist yet.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class _Layer(nn.Module):
         self.mlp = HeadMlp(width, int(head.config["intermediate_size"]), bias=bias)
 
     def __call__(self, embedded: mx.array, states: mx.array, cache: Any) -> mx.array:
-        """[1, tokens, width] each -> the residual stream."""
+        """Map [1, tokens, width] each to the residual stream."""
         normed = self.hidden_norm(states)
         residual = normed if self._normed_residual else states
         both = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
@@ -83,7 +83,7 @@ class Eagle3Head(nn.Module):
         return "layer" if "fc_norm" in self else "none"
 
     def project(self, states: mx.array) -> mx.array:
-        """[1, tokens, layers * target width], normalised as asked for -> [1, tokens, width]."""
+        """Project normalised [1, tokens, layers * target width] to [1, tokens, width]."""
         if "input_norm" in self:
             states = states * self.input_norm.weight
         elif "fc_norm" in self:
@@ -92,14 +92,14 @@ class Eagle3Head(nn.Module):
         return out
 
     def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Return logits, [1, tokens, head], and a stand-in for states, [1, tokens, width]."""
+        """Return logits, [1, tokens, head], and a substitute for states, [1, tokens, width]."""
         residual = self.midlayer(self.embed_tokens(tokens), states, cache)
         normed = self.norm(residual)
         return self.lm_head(normed), normed if self.norm_output else residual
 
 
 def _rename(tensors: Tensors) -> Tensors:
-    """The names of the first publication, whatever the packaging."""
+    """Return the tensors under their original names, however they were packaged."""
     found: Tensors = {}
     for name, array in tensors.items():
         plain = name.removeprefix("model.")

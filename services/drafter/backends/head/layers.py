@@ -1,4 +1,4 @@
-"""The layers that heads are made of."""
+"""The layers of heads."""
 
 from typing import Any, NamedTuple
 
@@ -11,19 +11,19 @@ from protocol.heads import HeadDescription
 
 
 class AttentionShape(NamedTuple):
-    """One attention layer."""
+    """Shape of an attention layer."""
 
     inputs: int
-    """Numbers that queries, keys and values are made of."""
+    """Width of the input to queries, keys and values."""
     outputs: int
     heads: int
     kv_heads: int
     head_dim: int
     bias: bool
     norms: bool
-    """Whether queries and keys are normalised, head by head."""
+    """True if queries and keys are normalised, head by head."""
     gated: bool
-    """Whether the queries' projection brings a gate of the output along."""
+    """True if the queries' projection includes a gate for the output."""
     eps: float
     rope: Any
 
@@ -31,7 +31,7 @@ class AttentionShape(NamedTuple):
 def attention_shape(
     head: HeadDescription, inputs: int, *, norms: bool, gated: bool = False
 ) -> AttentionShape:
-    """The shape that a head's config describes."""
+    """Return the shape that a head's config describes."""
     config = head.config
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
@@ -60,7 +60,7 @@ def attention_shape(
 
 
 class HeadAttention(nn.Module):
-    """Attention over a `SlotCache`, or over keys and values that are given."""
+    """Attention over a `SlotCache`, or over given keys and values."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class HeadAttention(nn.Module):
         self.rope = shape.rope
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        """[1, tokens, inputs] -> [1, tokens, outputs]; keys and values go to the cache."""
+        """Map [1, tokens, inputs] to [1, tokens, outputs]; keys and values go to the cache."""
         queries, gate = self._queries(x, cache.offset)
         keys, values = cache.update_and_fetch(*self.keys_and_values(x, cache.offset))
         mask = cache.make_mask(x.shape[1])
@@ -86,13 +86,13 @@ class HeadAttention(nn.Module):
     def attend_to(
         self, x: mx.array, offset: int, context: tuple[mx.array, mx.array] | None, mask: Any
     ) -> mx.array:
-        """[blocks, tokens, inputs] -> [blocks, tokens, outputs]: over the context and the block.
+        """Attend to context and block: [blocks, tokens, inputs] to [blocks, tokens, outputs].
 
         Args:
-            x: blocks that all begin at the same position.
+            x: blocks that all start at the same position.
             offset: that position.
             context: keys and values [1, heads, slots, size] that all blocks share, if any.
-            mask: [blocks * tokens, slots + blocks * tokens] what each row sees, or None.
+            mask: [blocks * tokens, slots + blocks * tokens] visibility for each row, or None.
         """
         queries, gate = self._queries(x, offset)
         keys, values = (_flatten(part) for part in self.keys_and_values(x, offset))
@@ -103,7 +103,7 @@ class HeadAttention(nn.Module):
         return out.reshape(*x.shape[:2], -1)
 
     def keys_and_values(self, x: mx.array, offset: Any) -> tuple[mx.array, mx.array]:
-        """[rows, kv heads, tokens, size] each, the keys rotated."""
+        """Return [rows, kv heads, tokens, size] each, the keys rotated."""
         shape = self._shape
         keys = _by_head(self.k_proj(x), shape.kv_heads)
         values = _by_head(self.v_proj(x), shape.kv_heads).swapaxes(1, 2)
@@ -135,7 +135,7 @@ class HeadAttention(nn.Module):
 
 
 def _flatten(x: mx.array) -> mx.array:
-    """[blocks, heads, tokens, size] -> [1, heads, blocks * tokens, size]."""
+    """Reshape [blocks, heads, tokens, size] to [1, heads, blocks * tokens, size]."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
 
 
@@ -153,6 +153,6 @@ class HeadMlp(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] to [..., width]."""
         out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
         return out

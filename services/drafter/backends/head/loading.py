@@ -18,14 +18,14 @@ from services.drafter.backends.head.weights import load_ends
 def load_head(
     folder: Path, target: Path, prefill_step_size: int, unit: str = "", *, beside_target: bool
 ) -> DraftBackend:
-    """The backend for the head in `folder`.
+    """Create the backend for the head in `folder`.
 
     Args:
         folder: as published.
         target: folder of the target, whose embedding and output head it shares.
         prefill_step_size: most rows of one pass over a prompt.
-        unit: the compute unit, if it is known.
-        beside_target: whether the verifier can read the head's files, and so project its states
+        unit: the compute unit, if known.
+        beside_target: True if the verifier can read the head's files, and so project its states
             itself; else it sends them whole.
 
     Raises:
@@ -38,7 +38,7 @@ def load_head(
     kinds: dict[str, Any] = {"eagle3": Eagle3Head, "mtp": MtpHead}
     try:
         module: Any = kinds.get(head.format, BlockHead)(head, ends)
-    # Whatever is asked of a config that nobody has checked.
+    # An unchecked config can raise any of these.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}"
         raise ModelError(f"config.json of the head {str(folder)!r} is wrong: {said}") from error
@@ -52,7 +52,7 @@ def load_head(
 
 
 def _request(head: HeadDescription, normalization: Any, *, beside_target: bool) -> FeatureRequest:
-    """Ask the verifier for states, projected where it can read the projection."""
+    """Request states from the verifier, projected where it can read the projection."""
     file = head.files.get("fc.weight", "")
     norms = [name for name in head.tensors if name.startswith(("input_norm", "fc_norm"))]
     together = all(head.files[name] == file for name in norms)

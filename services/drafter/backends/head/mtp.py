@@ -24,7 +24,7 @@ from services.drafter.backends.head.weights import (
 )
 
 _SMALL = 0.5
-"""Norm weights that are stored less one are mostly below this, the others above."""
+"""Norm weights that are stored minus one are mostly below this, the others above."""
 
 
 class _Layer(nn.Module):
@@ -69,11 +69,11 @@ class MtpHead(nn.Module):
         self.width = width
 
     def project(self, states: mx.array) -> mx.array:
-        """The states are used as they are."""
+        """Return the states unchanged."""
         return states
 
     def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Return logits, [1, tokens, head], and a stand-in for states, [1, tokens, width]."""
+        """Return logits, [1, tokens, head], and a substitute for states, [1, tokens, width]."""
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(tokens))
         both = mx.concatenate([embedded, self.pre_fc_norm_hidden(states)], axis=-1)
         normed = self.norm(self.layers[0](self.fc(both), cache))
@@ -81,17 +81,17 @@ class MtpHead(nn.Module):
 
 
 def _add_one(tensors: Tensors, head: HeadDescription) -> Tensors:
-    """The weights of the norms as they are used: Qwen stores them less one."""
+    """Return the weights of the norms as they are used: Qwen stores them minus one."""
     if not _is_less_one(tensors, head):
         return tensors
     return {n: a + 1.0 if "norm" in n and a.ndim == 1 else a for n, a in tensors.items()}
 
 
 def _is_less_one(tensors: Tensors, head: HeadDescription) -> bool:
-    """The model beside tells, else the file, else the numbers."""
+    """Return True if weights are stored minus one, as the model, file or values show."""
     convolution = next((s for n, s in head.tensors.items() if "conv1d.weight" in n), None)
     if convolution is not None:
-        return convolution[-1] != 1  # as mlx-lm tells converted models
+        return convolution[-1] != 1  # as in mlx-lm's check for converted models
     header = read_header(Path(next(iter(head.files.values()))))
     said = (header.get("__metadata__") or {}).get("format")
     if said in ("mlx", "pt"):

@@ -1,10 +1,10 @@
 """Heads that draft token by token (EAGLE-3, MTP), ahead of the target's outcome.
 
-A row of such a head joins a token with the target's state at the token before it. While a
-chain is being verified these states do not exist: the head's own output for the row before
-takes their place, along the chain and the branches behind it, and is replaced when the true
-states arrive. Row i of the trunk is token i + 1 of the sequence, since the first token has no
-state before it; where the states of a prompt's beginning are not to be had, rows begin later.
+A row of such a head joins a token with the target's state at the token before it. While a chain is
+being verified these states do not exist: the head's own output for the row before replaces them,
+along the chain and the branches after it, until the true states arrive. Row i of the trunk is token
+i + 1 of the sequence, since the first token has no state before it; where the states of a prompt's
+beginning are unavailable, rows start later.
 """
 
 from collections.abc import Callable, Generator
@@ -43,18 +43,18 @@ from services.runtime.sequence_table import check_rewind
 WINDOW = 4096
 """Tokens that a head attends to: most were trained on no more."""
 _MOST_ALONE = 16
-"""Most rows that are drafted one after the other on the head's own output; else it begins anew."""
+"""Most consecutive rows that are drafted on the head's own output; beyond, it starts anew."""
 
 
 class RecurrentHead(Protocol):
     """A head of one layer that is fed token by token."""
 
     width: int
-    """Of the states that it takes and gives."""
+    """Width of its input and output states."""
     head_ids: Ids | None
-    """What the columns of its logits stand for; None: column i is token i."""
+    """Token id of each column of its logits; None if column i is token i."""
     head_size: int
-    """How many columns there are."""
+    """Number of columns."""
 
     @property
     def normalization(self) -> str:
@@ -62,11 +62,11 @@ class RecurrentHead(Protocol):
         ...
 
     def project(self, states: mx.array) -> mx.array:
-        """[1, tokens, what the target sends] -> [1, tokens, width]."""
+        """Project [1, tokens, features sent by the target] to [1, tokens, width]."""
         ...
 
     def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Logits [1, tokens, head] and what stands in for the next states, [1, tokens, width].
+        """Return logits [1, tokens, head] and substitutes for the next states, [1, tokens, width].
 
         Args:
             tokens: [1, tokens].
@@ -77,9 +77,9 @@ class RecurrentHead(Protocol):
 
 
 class _CachedHead(nn.Module):
-    """A head as the tree mechanics take a model: its states go in and out through a cache.
+    """A head in the form of a model for tree drafting: states go in and out through a cache.
 
-    The second cache holds per row what came out, as keys, and what went in, as values.
+    The second cache holds the output states of each row as keys, and its input states as values.
     """
 
     def __init__(self, head: Any) -> None:
@@ -88,17 +88,17 @@ class _CachedHead(nn.Module):
 
     @property
     def layers(self) -> list[Any]:
-        """The only one."""
+        """Its only layer."""
         return [self.head.midlayer if "midlayer" in self.head else self.head.layers[0]]
 
     def make_cache(self) -> list[Any]:
-        """One cache for the layer, and one for the states."""
+        """Return one cache for the layer, and one for the states."""
         return [RotatingKVCache(max_size=WINDOW), KVCache()]  # type: ignore[no-untyped-call]
 
     def __call__(
         self, tokens: mx.array, cache: list[Any], states: mx.array | None = None
     ) -> mx.array:
-        """[1, tokens, head] logits; without states, as where none ever came."""
+        """Return [1, tokens, head] logits; uses zeros if no states ever arrived."""
         if states is None:
             states = mx.zeros((*tokens.shape, self.head.width), self.head.norm.weight.dtype)
         logits, out = self.head(tokens, states, cache[0])
@@ -115,9 +115,9 @@ class _HeadTrunk(Trunk):
     first: int = -1
     """Position whose state is row 0's; -1 before the first draft."""
     settled: int = 0
-    """Rows at the beginning of the trunk that were computed from the target's states."""
+    """Rows at the start of the trunk that were computed from the target's states."""
     inputs: mx.array | None = None
-    """[1, rows, width] states of the next forward; None: what its rows' parents gave."""
+    """[1, rows, width] states of the next forward; None to use the outputs of the rows' parents."""
     options: LogitsOptions | None = None
 
 
@@ -125,12 +125,12 @@ class RecurrentBackend(MlxBackend):
     """Draft backend of heads that draft token by token on their own output.
 
     Args:
-        head: what is in the head's folder.
+        head: description of the head's folder.
         ends: the target's ends.
         module: the head.
-        request: what the verifier is asked for.
+        request: the features requested from the verifier.
         prefill_step_size: most rows of one pass over a prompt.
-        unit: the compute unit, if it is known.
+        unit: the compute unit, if known.
     """
 
     _replays = False
@@ -152,7 +152,7 @@ class RecurrentBackend(MlxBackend):
         self._request = request
         loaded = ends.model._replace(module=_CachedHead(module), context_length=0)
         super().__init__(Path(head.folder), prefill_step_size, unit, loaded=loaded)
-        self._folder = ends.model.folder  # its tokenizer is what grammars need
+        self._folder = ends.model.folder  # grammars need its tokenizer
         self._head_ids, self._head_size = module.head_ids, module.head_size
         self.identity = self.identity._replace(backend="head", features=request)
         self._dtype = module.norm.weight.dtype
@@ -168,13 +168,13 @@ class RecurrentBackend(MlxBackend):
         yield from ()
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
-        """Keep them until the next draft; what another drafter had asked for is not ours."""
+        """Keep the states until the next draft; drop those that another drafter requested."""
         known = self._sequences.get(sequence)
         if isinstance(known, _HeadTrunk) and rows.shape[1] == self._sent:
             known.states.add(first, rows)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Note the committed tokens."""
+        """Record the committed tokens."""
         known = self._own(sequence)
         check_rewind(len(known.known), base)
         if base < len(known.known):
@@ -215,13 +215,13 @@ class RecurrentBackend(MlxBackend):
     def _own(self, sequence: int) -> _HeadTrunk:
         known = self._sequences[sequence]
         if not isinstance(known, _HeadTrunk):
-            raise TypeError(f"sequence {sequence} is not one of this backend's")
+            raise TypeError(f"sequence {sequence} does not belong to this backend")
         return known
 
-    # ------------------------------------------------------------ where rows begin
+    # ------------------------------------------------------------ start of the trunk
 
     def _begin(self, known: _HeadTrunk, options: RoundOptions) -> RoundOptions:
-        """Choose the trunk's first row; returns the options with positions counted from there."""
+        """Choose the trunk's first row; return the options with positions counted from there."""
         last = len(known.known) - 1
         states = known.states
         end = states.end if states.first <= last else 0  # else they are of tokens to come
@@ -237,7 +237,7 @@ class RecurrentBackend(MlxBackend):
 
     @staticmethod
     def _count_rows(known: _HeadTrunk) -> int:
-        """The rows of the trunk whose tokens are committed."""
+        """Return the number of trunk rows whose tokens are committed."""
         old = min(known.committed, len(known.tokens), max(0, len(known.known) - known.first - 1))
         return old + common_prefix_length(known.tokens[old:], known.known[known.first + 1 + old :])
 
@@ -255,9 +255,9 @@ class RecurrentBackend(MlxBackend):
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
-        """Feed tokens as `MlxBackend` does; rows whose states have come are computed again."""
+        """Feed tokens like `MlxBackend`; rows whose states have arrived are recomputed."""
         if not isinstance(known, _HeadTrunk):
-            raise TypeError("the trunk is not one of this backend's")
+            raise TypeError("the trunk does not belong to this backend")
         wanted = known.known[known.first + 1 :] + tokens
         start = min(known.settled, known.committed, len(known.tokens))
         keep = start + common_prefix_length(known.tokens[start:], wanted[start:])
@@ -287,7 +287,7 @@ class RecurrentBackend(MlxBackend):
         first_row: int,
         width: int,
     ) -> Generator[None]:
-        """Compute the rows from `begin` on; those before `keep` are there, from other states."""
+        """Compute the rows from `begin` on; those before `keep` come from other states."""
         states, covered = self._states(known, begin, keep), self._count_covered(known, begin)
         known.cut(begin)
         at = begin
@@ -311,13 +311,15 @@ class RecurrentBackend(MlxBackend):
 
     @staticmethod
     def _count_covered(known: _HeadTrunk, begin: int) -> int:
-        """Rows until the states end that came for `begin` and on; `begin` itself if none did."""
+        """Return the end of the states that arrived from `begin` on; `begin` itself if none did."""
         covers = known.states.covers(known.first + begin)
         return known.states.end - known.first if covers else begin
 
     def _states(self, known: _HeadTrunk, begin: int, keep: int) -> mx.array:
-        """[1, rows, width] for as many rows from `begin` on as have any: the target's if they
-        came, else what the row was computed from before."""
+        """Return [1, rows, width] for all rows from `begin` on that have states.
+
+        They are the target's if they arrived, otherwise those the row was computed from before.
+        """
         end = self._count_covered(known, begin)
         parts = []
         if begin < end:
@@ -334,17 +336,20 @@ class RecurrentBackend(MlxBackend):
     # ------------------------------------------------------------ the head
 
     def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
-        """The states of the rows that are fed."""
+        """Return the states of the rows that are fed."""
         if not isinstance(known, _HeadTrunk) or not isinstance(known.store, KVStore):
-            raise TypeError("the trunk is not one of this backend's")
+            raise TypeError("the trunk does not belong to this backend")
         given, known.inputs = known.inputs, None
         if given is not None:
             return lambda: given
         return partial(self._stand_ins, known, known.store)
 
     def _stand_ins(self, known: _HeadTrunk, store: KVStore) -> mx.array:
-        """[1, rows, width] for rows whose states were not given: the target's at the pending
-        token's row, else what the row before gave; zeros where there is none."""
+        """Return [1, rows, width] for rows without given states.
+
+        They are the target's at the pending token's row, otherwise the output of the row before;
+        zeros if there is none.
+        """
         positions = store.frame.positions[store.frame.start :]
         if len(positions) == 1 and known.states.covers(known.first + int(positions[0])):
             return self._states(known, int(positions[0]), 0)[:, :1]

@@ -1,4 +1,4 @@
-"""States of the target that a head has been sent for a sequence's tokens."""
+"""The target's states that a head has received for a sequence's tokens."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from services.drafter.backends.base import Rows
 
 
 class StateRun:
-    """States of consecutive positions, those that arrived last.
+    """States of consecutive positions, the latest that arrived.
 
     Args:
-        window: how many of the last ones are kept at least.
+        window: minimum number of the last states that are kept.
     """
 
     def __init__(self, window: int) -> None:
@@ -17,7 +17,7 @@ class StateRun:
         self.first = 0
         self._rows: Rows | None = None
         self._buffer: Rows | None = None
-        """What `_rows` is the beginning of, with room for what usually comes: the next states."""
+        """The buffer behind `_rows`, with room for the next states."""
 
     @property
     def end(self) -> int:
@@ -25,7 +25,7 @@ class StateRun:
         return self.first + (0 if self._rows is None else len(self._rows))
 
     def add(self, first: int, rows: Rows) -> None:
-        """States from position `first` on; later ones count. A gap before them ends the old run."""
+        """Add states from position `first` on, replacing older ones. A gap starts a new run."""
         stop = first + len(rows)
         if self._rows is None or first > self.end or stop < self.first:
             self.first, self._rows, self._buffer = first, rows, None
@@ -55,17 +55,17 @@ class StateRun:
         self._rows, self._buffer = np.concatenate([before, rows, after]), None
 
     def covers(self, position: int) -> bool:
-        """Return whether the states of this position are here."""
+        """Return True if the state of this position is held."""
         return self.first <= position < self.end
 
     def trim(self, end: int) -> None:
-        """Forget the states from position `end` on."""
+        """Drop the states from position `end` on."""
         if self._rows is not None and end < self.end:
             self._rows = self._rows[: max(0, end - self.first)]
             self.first = min(self.first, end)
 
     def at(self, first: int, stop: int) -> Rows:
-        """The states of positions [first, stop), which must be there."""
+        """Return the states of positions [first, stop), all of which must be held."""
         if self._rows is None or not self.first <= first < stop <= self.end:
             raise IndexError(f"states {first} to {stop} of {self.first} to {self.end}")
         found: Rows = self._rows[first - self.first : stop - self.first]

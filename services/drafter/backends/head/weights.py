@@ -16,18 +16,18 @@ from services.mlx.loader import LoadedModel, compute_unit, load
 Tensors = dict[str, mx.array]
 
 FOREIGN = ("embed_tokens.", "lm_head.", "rotary_emb.", "d2t", "t2d", "verifier_")
-"""What files hold besides a head's own layers: its ends, or those of a target in training."""
+"""Prefixes of tensors that are not a head's own layers: its ends, or a target's in training."""
 
 
 class TargetEnds(NamedTuple):
-    """Tables that a head takes from its target, without scale or soft cap."""
+    """The embedding and output head of the target, without scale or soft cap."""
 
     embed_tokens: Any
     lm_head: Any
-    """[..., width] states -> [..., vocabulary] logits."""
+    """Maps states [..., width] to logits [..., vocabulary]."""
     dtype: mx.Dtype
     model: LoadedModel
-    """Without its layers."""
+    """The target without its layers."""
 
 
 def load_ends(target: Path) -> TargetEnds:
@@ -54,7 +54,7 @@ def _drop_layers(module: Any) -> None:
 
 
 def read_tensors(head: HeadDescription, prefix: str, dtype: mx.Dtype) -> Tensors:
-    """All tensors whose names begin with `prefix`, without it; quantised ones made plain.
+    """Read all tensors whose names start with `prefix`, without it, dequantised.
 
     Raises:
         ModelError: a file cannot be read.
@@ -101,12 +101,12 @@ def _dequantize(tensors: Tensors, head: HeadDescription) -> Tensors:
 
 
 def head_dtype(ends: TargetEnds) -> mx.Dtype:
-    """Return the type that a head computes in: its target's, float32 on a CPU."""
+    """Return the dtype that a head computes in: its target's, float32 on a CPU."""
     return mx.float32 if compute_unit() == "cpu" else ends.dtype
 
 
 def fill(module: Any, tensors: Tensors, head: HeadDescription) -> None:
-    """Put the tensors into a head's module, all of them in their place.
+    """Load the tensors into a head's module.
 
     Raises:
         ModelError: one is missing, or of another shape.
@@ -116,11 +116,13 @@ def fill(module: Any, tensors: Tensors, head: HeadDescription) -> None:
         mx.eval(module.parameters())
     except ValueError as error:
         said = " ".join(str(error).split())[:300]
-        raise ModelError(f"the head {head.folder!r} is no {head.format} head: {said}") from error
+        raise ModelError(
+            f"the head {head.folder!r} does not match the format {head.format}: {said}"
+        ) from error
 
 
 def read_ids(tensors: Tensors, head: HeadDescription) -> Ids:
-    """The target's id of each row of the head's own output: row i stands for i + d2t[i].
+    """Return the target's id of each row of the head's own output: row i is token i + d2t[i].
 
     Raises:
         ModelError: the list does not fit the head and the target.
@@ -141,10 +143,10 @@ def read_ids(tensors: Tensors, head: HeadDescription) -> Ids:
 def trim_ends(
     head: HeadDescription, ends: TargetEnds, tensors: Tensors
 ) -> tuple[Any, Any, Ids | None]:
-    """Embedding, output head, and what its columns stand for.
+    """Return embedding, output head, and the token ids of its columns.
 
-    They are the head's own where it has them, else the target's; of the target's output head
-    only the rows that `draft_head.json` in the head's folder lists, if there is one.
+    They are the head's own if it has them, otherwise the target's, with only the rows of the output
+    head that `draft_head.json` in the head's folder lists, if there is one.
     """
     embedding = ends.embed_tokens
     if "embed_tokens.weight" in tensors:

@@ -236,5 +236,5 @@ def test_variants_that_are_not_known_are_refused(tmp_path: Path) -> None:
     config, tensors = dflash(vocabulary_size(), "dflash", layers=LAYERS, count=3)
     del tensors["layers.1.mlp.up_proj.weight"]
     write_head(tmp_path / "g", config, tensors)
-    with pytest.raises(ModelError, match="is no dflash head"):
+    with pytest.raises(ModelError, match="does not match the format dflash"):
         load_head(tmp_path / "g", target, 4, beside_target=False)
