@@ -348,7 +348,7 @@ class MlxBackend:
         return not drawn and self._inputs(known) is None
 
     def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Top:
-        """Feed these to the tree; returns the candidates after each."""
+        """Feed these to the tree; return the candidates after each."""
         tree = known.tree
         if tree is None:
             raise ValueError("there is no tree to be fed")

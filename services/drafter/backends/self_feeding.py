@@ -116,7 +116,7 @@ class SelfFeedingBackend(ReadingBackend):
         return self._model.rows(states, first)
 
     def _append(self, known: Trunk, tokens: Tokens, width: int) -> None:
-        """See `MlxBackend`; each token of a chain needs what the one before puts out."""
+        """Append tokens one by one, since each needs the output of the one before."""
         if not width:
             super()._append(known, tokens, width)
             return
