@@ -47,7 +47,7 @@ class ForwardPass:
     ended: float = 0.0
     """Time of its first result, for statistics."""
     logits: mx.array | None = None
-    """[rows, vocabulary] of a shared pass, until the likeliest tokens are chosen."""
+    """[rows, vocabulary] of a shared pass, until the argmax tokens are chosen."""
     features: ReadRows | None = None
     """[rows or more, width] of the states read from the model, lazy."""
     _choice: mx.array | None = None

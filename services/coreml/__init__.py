@@ -1,1 +1,1 @@
-"""CoreML: conversion, packages, their execution. The only room that imports coremltools."""
+"""CoreML conversion, packages and execution. Only this package imports coremltools."""

@@ -15,7 +15,7 @@ def run(settings: ConvertSettings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     load_blas(settings.threads)
-    # MLX, which the comparison needs, must find the BLAS in place.
+    # MLX, which the comparison needs, must be imported after the BLAS is in place.
     from services.coreml.convert.produce import produce  # noqa: PLC0415
     from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
 
@@ -24,7 +24,7 @@ def run(settings: ConvertSettings) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Through the `finally` clauses: they remove what is half-written."""
+    """Exit through the `finally` clauses, which remove incomplete files."""
     del frame
     sys.exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""A Llama-type model's `config.json`; what the builder cannot express is refused."""
+"""Read a Llama-type model's `config.json`; refuse what the builder cannot express."""
 
 import json
 import math
@@ -23,10 +23,10 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequencies: list[float]
     """[head_dim / 2] radians per position."""
     scale: float = 1.0
-    """YaRN: what the rotated vectors are multiplied by."""
+    """YaRN: factor for the rotated vectors."""
 
     def tables(self, positions: int) -> tuple[Floats, Floats]:
-        """cos and sin, [positions, head_dim / 2] float32."""
+        """Return cos and sin, [positions, head_dim / 2] float32."""
         angles = np.arange(positions)[:, None] * np.array(self.frequencies)
         return (
             (self.scale * np.cos(angles)).astype(np.float32),
@@ -35,7 +35,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of a model; biases and q/k norms are seen from its tensors."""
+    """The shape of a model; its tensors show biases and q/k norms."""
 
     model_type: str
     layers: int
@@ -55,7 +55,7 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The architecture of the model in `folder`.
+    """Read the architecture of the model in `folder`.
 
     Raises:
         ModelError: there is none, or it is not of a kind that can be converted.
@@ -97,7 +97,7 @@ def _check(config: dict[str, Any], path: Path) -> None:
 
 
 def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
-    """The rules of mlx-lm's `rope_utils`, as frequencies."""
+    """Return the frequencies by the rules of mlx-lm's `rope_utils`."""
     parameters = config.get("rope_parameters") or {}
     default = 1e6 if config["model_type"] == "qwen2" else 1e4
     base = config.get("rope_theta") or parameters.get("rope_theta") or default
@@ -117,7 +117,7 @@ def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
 
 
 def _llama3(plain: Doubles, scaling: dict[str, Any]) -> Doubles:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long wavelengths by the factor, keep short ones, and blend those between."""
     factor = scaling["factor"]
     low = scaling.get("low_freq_factor", 1.0)
     high = scaling.get("high_freq_factor", 4.0)
@@ -128,7 +128,7 @@ def _llama3(plain: Doubles, scaling: dict[str, Any]) -> Doubles:
 
 
 def _yarn(plain: Doubles, base: float, scaling: dict[str, Any]) -> Rope:
-    """YaRN (Peng et al., 2023): interpolate dimensions that turn seldom, keep the fast ones."""
+    """Apply YaRN (Peng et al., 2023): interpolate slow dimensions, keep the fast ones."""
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings", 4096)
     size = 2 * len(plain)

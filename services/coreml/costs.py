@@ -1,4 +1,4 @@
-"""Time of a call of each function, and where it runs."""
+"""Time of a call of each function, and the device that runs it."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from services.coreml.runtime.executor import State
 
 
 def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
-    """The median of `calls` calls of every function, the first left out."""
+    """Return the median of `calls` calls of every function, the first left out."""
     state = model.new_state()
     executor = model.executor
     found = []
@@ -43,7 +43,7 @@ def warm(model: ConvertedModel) -> None:
 
 
 def unit_of(model: ConvertedModel, function: str) -> str:
-    """Where a function runs, as far as that is known, rather than where it was asked to."""
+    """Return the device that runs a function, if known, rather than the requested one."""
     placement = getattr(model.executor, "placements", {}).get(function)
     return placement.unit if placement else model.executor.compute_unit
 
@@ -60,7 +60,7 @@ def _time_call(model: ConvertedModel, function: PackageFunction, state: list[Sta
 
 
 def empty_past(model: ConvertedModel) -> list[tuple[Array, Array]]:
-    """Per part the keys and values of nothing."""
+    """Return empty keys and values per part."""
     shape = model.manifest.architecture
     return [
         (

@@ -1,5 +1,8 @@
-"""Which functions a package has, and their shapes. Everything in it is fixed: CoreML compiles
-one program per function, and flexible shapes fall off the Neural Engine."""
+"""The functions of a package, and their shapes.
+
+All are static: CoreML compiles one program per function, and flexible shapes do not run on the
+Neural Engine.
+"""
 
 from typing import Annotated
 
@@ -9,7 +12,7 @@ HEAD_ROWS = 16384
 """Most rows of one product of the head; older Neural Engines take no larger dimension."""
 
 MASKED = -1e4
-"""What a query adds to the score of a slot that it must not see; infinities become NaN."""
+"""Added to the scores of masked slots; infinities become NaN."""
 
 
 class PackageFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,13 +22,15 @@ class PackageFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=1)]
     """Queries of a call; a shorter call is padded."""
     stateful: bool
-    """Keys and values in CoreML states; else the past comes in and the new ones go out."""
+    """True for keys and values in CoreML states; otherwise the past is an input and the new ones
+    outputs.
+    """
     head: bool
-    """Whether it ends in the best tokens of every query."""
+    """True if it returns the best tokens of every query."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some consecutive layers as one package; a large model is several."""
+    """Consecutive layers as one package; a large model has several."""
 
     file: str
     first: int
@@ -34,12 +39,12 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layers(self) -> int:
-        """Number of faults."""
+        """Number of layers."""
         return self.stop - self.first
 
 
 def functions_of(branches: int, chunk: int) -> list[PackageFunction]:
-    """Those of a drafter: branches, one token, a prompt; and a prompt without state."""
+    """Return a drafter's functions: branches, one token, a prompt; and a stateless prompt."""
     return [
         PackageFunction("tree", branches, stateful=True, head=True),
         PackageFunction("decode", 1, stateful=True, head=True),
@@ -49,7 +54,7 @@ def functions_of(branches: int, chunk: int) -> list[PackageFunction]:
 
 
 def parts_of(layers: int, per_part: int) -> list[Part]:
-    """The packages of a model; `per_part` 0 is all layers in one."""
+    """Return the packages of a model; `per_part` 0 puts all layers in one."""
     step = per_part or layers
     cuts = [(first, min(first + step, layers)) for first in range(0, layers, step)]
     if len(cuts) == 1:

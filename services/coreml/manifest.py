@@ -1,4 +1,4 @@
-"""Manifest of a converted package: all that a host must know to run it."""
+"""Manifest of a converted package: everything a host needs to run it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from services.coreml.architecture import Architecture
 from services.coreml.functions import PackageFunction, Part
 
 FILE_NAME = "coreml.json"
-"""Its presence is what makes a folder a converted model (`launch/models/pair.py` looks for it)."""
+"""Its presence marks a folder as a converted model (`launch/models/pair.py` looks for it)."""
 
 EMBEDDING = "embedding.npy"
 FORMAT = 1
@@ -33,25 +33,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     source_fingerprint: str
     tokenizer_fingerprint: str
     vocabulary_size: int
-    """Of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     architecture: Architecture
     slots: int
     """Tokens that fit into the state, drafts included."""
     parts: list[Part]
     functions: list[PackageFunction]
     width: int
-    """Best tokens that each product of the head returns."""
+    """Number of best tokens that each product of the head returns."""
     head_size: int
     head_ids: list[int] = []
-    """What the columns of a trimmed head stand for; empty if it is not trimmed."""
+    """Token ids of a trimmed head's columns; empty if it is not trimmed."""
     state_write: StateWrite
     compression: Compression
     versions: Versions
     parity: dict[str, object] = {}
-    """The figures of the comparison that ended the conversion."""
+    """Figures of the comparison after the conversion."""
 
     def function(self, name: str) -> PackageFunction:
-        """One function; raises ModelError if the package was made without it."""
+        """Return one function; raises ModelError if the package was made without it."""
         for function in self.functions:
             if function.name == name:
                 return function
@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a converted model.
+    """Read the manifest of a converted model.
 
     Raises:
         ModelError: the folder holds none, or one of another format.

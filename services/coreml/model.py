@@ -1,7 +1,7 @@
-"""A converted model on its host: tokens in, best tokens out. Knows slots, not sequences.
+"""A converted model on its host: tokens in, best tokens out. Handles slots, not sequences.
 
-A call feeds tokens to consecutive slots and names, for each, its position, the slots that it
-sees and which tokens of the same call it sees.
+A call feeds tokens to consecutive slots and specifies, for each, its position, the slots that it
+attends to and the tokens of the same call that it attends to.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from services.sampling.candidates import Top
 Visible = npt.NDArray[np.bool_]
 
 _SPARE_POSITIONS = 256
-"""Branches may reach beyond the last slot: a position is not a slot."""
+"""Branches may extend beyond the last slot: a position is not a slot."""
 
 
 class Feed(NamedTuple):
@@ -32,11 +32,11 @@ class Feed(NamedTuple):
     tokens: Sequence[int]
     positions: Sequence[int]
     slot: int
-    """Where the first one's keys and values go; the others' follow."""
+    """Slot of the first token's keys and values; the others' follow."""
     cache: Visible
-    """[tokens, slots] which slots each token sees."""
+    """[tokens, slots] slots each token attends to."""
     new: Visible
-    """[tokens, tokens] which tokens of this call it sees."""
+    """[tokens, tokens] tokens of this call it attends to."""
 
 
 class ConvertedModel:
@@ -58,15 +58,15 @@ class ConvertedModel:
 
     @property
     def slots(self) -> int:
-        """Rows of the state."""
+        """Number of rows of the state."""
         return self.manifest.slots
 
     def new_state(self) -> list[State]:
-        """An empty state, one element per part."""
+        """Return an empty state, one element per part."""
         return [self.executor.new_state(part) for part in range(len(self.manifest.parts))]
 
     def run(self, name: str, feed: Feed, state: list[State]) -> list[Top]:
-        """Call a stateful function; the best tokens after each token, if it has a head.
+        """Call a stateful function; return the best tokens after each token, if it has a head.
 
         Raises:
             ValueError: the call does not fit: too many tokens, or slots that do not exist.
@@ -83,9 +83,9 @@ class ConvertedModel:
     def keys_values(
         self, name: str, feed: Feed, past: list[tuple[Array, Array]]
     ) -> list[tuple[Array, Array]]:
-        """Call a stateless function: per part the new [layers, kv_heads, tokens, head_dim].
+        """Call a stateless function; return per part the new [layers, kv_heads, tokens, head_dim].
 
-        `past` is per part what is before them, [layers, kv_heads, slots, head_dim].
+        `past` is the preceding part, [layers, kv_heads, slots, head_dim].
         """
         function = self.manifest.function(name)
         self._check(function, feed)
@@ -105,11 +105,11 @@ class ConvertedModel:
             raise ValueError(f"{function.name} takes 1 to {function.tokens} tokens, not {count}")
         if function.stateful and feed.slot + function.tokens > self.slots:
             raise ValueError(
-                f"{function.name} writes {function.tokens} rows, {feed.slot} is too late a slot"
+                f"{function.name} writes {function.tokens} rows, slot {feed.slot} is too high"
             )
 
     def _inputs(self, function: PackageFunction, feed: Feed) -> dict[str, Array]:
-        """The padding is token 0 at position 0, and sees itself alone: no row may be empty."""
+        """Return the inputs, padded by token 0 at position 0 that attends only to itself."""
         count, size = len(feed.tokens), function.tokens
         tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         tokens[:count], positions[:count] = feed.tokens, feed.positions
@@ -135,7 +135,7 @@ class ConvertedModel:
         return {"scatter": scatter, "keep": 1 - scatter.max(axis=3, keepdims=True)}
 
     def _tops(self, outputs: dict[str, Array], count: int) -> list[Top]:
-        """Merge what the head's products found, per token."""
+        """Merge the results of the head's products, per token."""
         values, columns, peaks, sums = (
             np.asarray(outputs[f"top_{name}"])[0, :, 0, :count].T
             for name in ("values", "columns", "peaks", "sums")
@@ -149,7 +149,7 @@ class ConvertedModel:
 
 
 def open_model(folder: Path, units: ComputeUnits) -> ConvertedModel:
-    """The model in a converted folder, ready to run.
+    """Open the model in a converted folder.
 
     Raises:
         ModelError: the folder holds no complete model.
@@ -159,24 +159,24 @@ def open_model(folder: Path, units: ComputeUnits) -> ConvertedModel:
 
 
 def _columns(rows: Any) -> Array:
-    """[tokens, channels] -> [1, channels, 1, tokens] float32, which CoreML's Python side wants."""
+    """Convert [tokens, channels] to [1, channels, 1, tokens] float32 for CoreML's Python API."""
     return np.ascontiguousarray(rows.T.astype(np.float32))[None, :, None, :]
 
 
 def _log_sum(peaks: Floats, sums: Floats) -> Floats:
-    """log-sum-exp over the head's products, [tokens]."""
+    """Return the log-sum-exp over the head's products, [tokens]."""
     peak = peaks.max(axis=1, keepdims=True)
     totals: Floats = peak[:, 0] + np.log((sums * np.exp(peaks - peak)).sum(axis=1))
     return totals
 
 
 def causal(count: int) -> Visible:
-    """Return which tokens of a chain each one sees, [count, count]."""
+    """Return [count, count], the tokens of a chain each one attends to."""
     return np.tri(count, dtype=bool)
 
 
 def chain_feed(tokens: Sequence[int], start: int, slots: int) -> Feed:
-    """Tokens that continue a sequence whose slot numbers are its positions."""
+    """Return a call for tokens that continue a sequence whose slot numbers are its positions."""
     count = len(tokens)
     cache = np.broadcast_to(np.arange(slots) < start, (count, slots))
     return Feed(tokens, range(start, start + count), start, cache, causal(count))

@@ -27,7 +27,7 @@ class CoremlPrefill:
 
     @property
     def compute_unit(self) -> str:
-        """Where prompts are computed, as far as that is known."""
+        """Device that computes prompts, if known."""
         return unit_of(self._model, _FUNCTION)
 
     @property
@@ -36,7 +36,7 @@ class CoremlPrefill:
         return self._model.slots
 
     def pieces(self, tokens: Tokens) -> Generator[tuple[Array, Array]]:
-        """Chunk by chunk, each with what the former ones returned as its past."""
+        """Yield chunk by chunk, each computed with the results of the previous ones as its past."""
         if not 0 < len(tokens) <= self.slots:
             raise ModelError(f"a prompt of {len(tokens)} tokens does not fit {self.slots} slots")
         past = empty_past(self._model)
@@ -53,10 +53,10 @@ class CoremlPrefill:
 
 
 def open_prefill(folder: Path, units: ComputeUnits, target: Path) -> CoremlPrefill:
-    """The prefill of a converted target.
+    """Open the prefill function of a converted target.
 
     Raises:
-        ModelError: `folder` was converted from another model than the one in `target` now.
+        ModelError: `folder` was converted from another model than the present `target`.
     """
     if read_manifest(folder).source_fingerprint != fingerprint_of(target):
         raise ModelError(f"{str(folder)!r} is not a conversion of the target: convert it again")

@@ -26,7 +26,7 @@ from services.sampling.candidates import Top
 _INJECTED, _CHUNK = 512, 64
 _COMPARED = 64
 _MEETING_S = 900.0
-"""A first load compiles for minutes; half of what the door waits for a probe."""
+"""A first load compiles for minutes; half of the time that the parent waits for a probe."""
 
 
 def run(settings: ProbeSettings) -> None:
@@ -50,7 +50,7 @@ def _model(settings: ProbeSettings) -> ConvertedModel:
 
 
 def _functions(settings: ProbeSettings) -> ProbeResult:
-    """Times of every function, and where it runs."""
+    """Return times and devices of every function."""
     model = _model(settings)
     return ProbeResult(
         kind="functions",
@@ -87,7 +87,7 @@ def _device(settings: ProbeSettings) -> ProbeResult:
 
 
 def _soak(settings: ProbeSettings) -> ProbeResult:
-    """Many calls: the same tokens into a fresh state, again and again, must give the same tokens.
+    """Run many calls: the same tokens into a fresh state must always give the same tokens.
 
     Drivers are known to crash, leak or drift after some hundred calls.
     """
@@ -146,7 +146,7 @@ def _repeat(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Pro
 
 
 def _meet(reading: int, writing: int) -> None:
-    """Wait for the others: the pipe ends when no process holds its writing end any longer.
+    """Wait for the others: the pipe ends when no process holds its write end any longer.
 
     Raises:
         RuntimeFailure: the others were not ready in time.
@@ -157,7 +157,7 @@ def _meet(reading: int, writing: int) -> None:
 
 
 def _draft_loop(settings: ProbeSettings) -> ProbeResult:
-    """Single tokens through the package, again and again."""
+    """Feed single tokens through the package in a loop."""
     model = _model(settings)
     state, feed = model.new_state(), chain_feed([1], 0, model.slots)
     return _repeat(
@@ -166,7 +166,7 @@ def _draft_loop(settings: ProbeSettings) -> ProbeResult:
 
 
 def _target_loop(settings: ProbeSettings) -> ProbeResult:
-    """Single tokens through the MLX target, again and again."""
+    """Feed single tokens through the MLX target in a loop."""
     # MLX must be imported after the BLAS is in place.
     import mlx.core as mx  # noqa: PLC0415
 
@@ -185,7 +185,7 @@ def _target_loop(settings: ProbeSettings) -> ProbeResult:
 
 
 def _injection(settings: ProbeSettings) -> ProbeResult:
-    """Rows of a prompt into the cache of a model like the target, in chunks, then handed over."""
+    """Write a prompt's rows into the cache of a model like the target, in chunks."""
     import mlx.core as mx  # noqa: PLC0415
 
     from services.batching.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
@@ -196,7 +196,7 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
     make_state = find_rewinding(module, bucketed=False).make
     dtype = mx.float16 if settings.half else kv_dtype(module, make_state)
     shape = read_architecture(Path(settings.target))
-    # Float32 arrays, as CoreML's Python side and the reference runtime return them.
+    # Float32 arrays, as CoreML's Python API and the reference runtime return them.
     rows = np.ones((shape.layers, shape.kv_heads, _CHUNK, shape.head_dim), np.float32)
     writing, handing = [], []
     for _ in range(settings.calls + 1):
@@ -221,7 +221,7 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
 
 
 def _prefill(settings: ProbeSettings) -> ProbeResult:
-    """Prompts of rising length: by the MLX target itself, and by its package into its cache."""
+    """Time prompts of rising length by the MLX target, and by its package into its cache."""
     from services.batching.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
     from services.kv.rewinding import find_rewinding  # noqa: PLC0415

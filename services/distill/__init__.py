@@ -1,1 +1,1 @@
-"""Distillation: a drafter trained on the target's own distribution, over the target's own texts."""
+"""Distillation: train a drafter on the target's own distribution, over the target's own texts."""

@@ -1,4 +1,4 @@
-"""`python -m services.distill SETTINGS`: one distillation, or one judgement of a drafter."""
+"""`python -m services.distill SETTINGS`: one distillation, or one evaluation of a drafter."""
 
 import sys
 
@@ -10,7 +10,7 @@ from services.mlx.lean_imports import leave_out_unused_libraries
 
 
 def run(settings: DistillSettings) -> None:
-    """Distil or judge, as the settings say."""
+    """Distil or evaluate, as the settings say."""
     control = RunControl(60 * settings.session_minutes)
     control.listen()
     load_blas(settings.threads)

@@ -1,9 +1,9 @@
-"""Keys and values of many sequences of one length, for generation.
+"""Keys and values of many sequences of equal length, for generation.
 
-All rows stand at the same position, so one offset and one mask serve them all. Several new
-tokens attend to the whole buffer, a multiple of `_BUCKET` slots, with an explicit mask: MLX on
-CUDA builds a plan for every new key length, so lengths must recur. A single new token sees all
-that is stored and needs no mask, so that its attention is the kernel for single queries.
+All rows are at the same position, so one offset and one mask serve them all. Several new tokens
+attend to the whole buffer, a multiple of `_BUCKET` slots, with an explicit mask: MLX on CUDA builds
+a plan for every new key length, so lengths must recur. A single new token attends to everything
+stored and needs no mask, so that its attention uses the kernel for single queries.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ class BatchStore:
         self._masks: dict[int | None, mx.array] = {}
 
     def advance(self, count: int) -> None:
-        """The next forward appends `count` tokens to every row."""
+        """Prepare a forward pass that appends `count` tokens to every row."""
         self.offset += self.count
         self.count = count
         self._masks = {}
 
     @property
     def slots(self) -> int:
-        """Slots that attention sees, used or not."""
+        """Number of slots that attention gets, used or not."""
         return -(-(self.offset + self.count) // _BUCKET) * _BUCKET
 
     def sees_all(self, window: int | None) -> bool:
-        """Return whether the new token is a single one that sees every slot in use."""
+        """Return True if there is a single new token, which attends to every slot in use."""
         return self.count == 1 and (window is None or self.offset < window)
 
     def mask(self, window: int | None) -> mx.array:
-        """[count, slots] bool: which slots each new token sees."""
+        """Return [count, slots] bool, the slots each new token attends to."""
         if window not in self._masks:
             queries = mx.arange(self.offset, self.offset + self.count)[:, None]
             keys = mx.arange(self.slots)[None]
@@ -55,7 +55,7 @@ class BatchStore:
 
 
 class BatchCache:
-    """One layer's keys and values; what mlx-lm takes for a KV cache."""
+    """One layer's keys and values, in the form of an mlx-lm KV cache."""
 
     def __init__(self, store: BatchStore, window: int | None) -> None:
         self._store = store
@@ -71,7 +71,7 @@ class BatchCache:
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """[n, slots] bool, or None where nothing is hidden."""
+        """Return [n, slots] bool, or None where nothing is masked."""
         del n, return_array
         window = window_size or self._window
         if not self._is_exact:

@@ -1,7 +1,7 @@
-"""The batches that are trained on.
+"""Training batches.
 
-Texts of similar length stand together, and shorter ones in larger numbers, so that steps cost
-alike and little of them is padding. Every length is a multiple of 64, and there are few: a
+Texts of similar length are batched together, shorter ones in larger numbers, so that steps cost
+about the same and contain little padding. Every length is a multiple of 64, and there are few: a
 device prepares kernels for each.
 """
 
@@ -14,13 +14,13 @@ from services.distill.data import Texts
 from services.distill.generation import ANSWER, USER, Integers
 
 _LENGTHS = 4
-"""Different lengths of batches."""
+"""Number of different batch lengths."""
 _STEP = 64
 """Lengths are multiples of this, positions of twice as much."""
 
 
 class Batch(NamedTuple):
-    """One step's sequences and the positions whose next token is learned."""
+    """One step's sequences and the positions whose next token is trained."""
 
     tokens: Integers
     """[batch, length]"""
@@ -29,29 +29,29 @@ class Batch(NamedTuple):
     weights: npt.NDArray[np.float32]
     """[count] 0 for padding."""
     rows: Integers
-    """[batch] which rows of the texts these are."""
+    """[batch] indices of these rows in the texts."""
 
 
 class _Bucket(NamedTuple):
     """Texts of similar length."""
 
     rows: Integers
-    """Which ones."""
+    """Indices of its texts."""
     length: int
-    """Of the longest, rounded up."""
+    """Length of the longest, rounded up."""
     batch: int
     """Rows per step."""
     learned: int
-    """Positions per step; a batch with more of them leaves some out, by chance."""
+    """Trained positions per step; a batch with more of them skips some at random."""
 
     @property
     def steps(self) -> int:
-        """Steps in which each of its texts comes once; the last is filled up with the first."""
+        """Steps that cover each of its texts once; the last is filled up with the first ones."""
         return -(-len(self.rows) // self.batch)
 
 
 class Batches:
-    """All steps have about as many tokens as `batch` texts of the greatest length."""
+    """Batches of about as many tokens each as `batch` texts of maximum length."""
 
     def __init__(
         self, texts: Texts, batch: int, *, user_weight: float = 0.0, seed: int = 0
@@ -73,27 +73,27 @@ class Batches:
 
     @property
     def passes(self) -> int:
-        """Batches `in_order` in which every text comes once."""
+        """Number of batches `in_order` that cover every text once."""
         return self._whole.steps
 
     @property
     def tokens_per_step(self) -> int:
-        """About as many, padding included."""
+        """Approximate number of tokens per step, padding included."""
         return self._whole.batch * self._whole.length
 
     @property
     def steps(self) -> int:
-        """Steps in which every text comes at least once."""
+        """Steps that cover every text at least once."""
         return sum(bucket.steps for bucket in self._buckets)
 
     def at(self, step: int) -> Batch:
-        """The batch of a training step: a function of the step alone."""
+        """Return the batch of a training step, a function of the step alone."""
         epoch, place = divmod(step, self.steps)
         number, rows = self._order(epoch)[place]
         return self._of(self._buckets[number], rows, np.random.default_rng([self._seed, 1, step]))
 
     def in_order(self, number: int) -> Batch:
-        """The `number`-th batch of a single pass over all texts as they come.
+        """Return the `number`-th batch of a single pass over all texts in order.
 
         All have the greatest length; the last is filled up with row 0, unweighted.
         """
@@ -146,14 +146,14 @@ def _round_up(length: int) -> int:
 
 
 def _count_used(texts: Texts) -> Integers:
-    """[rows] tokens of each text, without the padding behind it."""
+    """Return [rows], the tokens of each text without padding."""
     length = texts.kinds.shape[1]
     used: Integers = length - np.argmax(texts.kinds[:, ::-1] > 0, axis=1).astype(np.int32)
     return used
 
 
 def _split_by_length(used: Integers, longest: int, batch: int) -> list[tuple[Integers, int]]:
-    """Rows and length of each bucket; one with less than a step's texts joins the next."""
+    """Return rows and length of each bucket; one with less than a step's texts joins the next."""
     limits = sorted({_round_up(-(-longest * part // _LENGTHS)) for part in range(1, _LENGTHS)})
     limits = [limit for limit in limits if limit < longest]
     found, first = [], 0

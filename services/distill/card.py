@@ -1,4 +1,4 @@
-"""The report of a run: `distill.json` for programs, and the model card for people."""
+"""The report of a run: `distill.json` for programs, and the model card for readers."""
 
 from pathlib import Path
 
@@ -15,23 +15,23 @@ FILE_NAME = "distill.json"
 
 
 class DistillReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is known of a run and its drafter."""
+    """All facts about a run and its drafter."""
 
     schema_version: int = 1
     target: str
     compute_unit: str
     layers: list[int]
-    """Of the target, that the drafter started from."""
+    """Layers of the target that the drafter started from."""
     parameters: int
-    """Trained."""
+    """Number of trained parameters."""
     head_size: int
-    """Tokens that the drafter can propose."""
+    """Number of tokens that the drafter can propose."""
     training_tokens: int
     validation_sequences: int
     generation_seconds: float
     training_seconds: float
     peak_memory_gb: float
-    """Of MLX, in the last call of the run."""
+    """MLX's peak memory in the last call of the run."""
     steps: int
     figures: Figures
     costs: Costs
@@ -41,7 +41,7 @@ class DistillReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(out: Path, report: DistillReport) -> None:
-    """Write both files; raises RuntimeFailure if the disk refuses."""
+    """Write both files; raises RuntimeFailure if writing fails."""
     try:
         figures = msgspec.json.format(msgspec.json.encode(report), indent=1)
         write_atomically(out / FILE_NAME, figures, mode=PUBLIC)
@@ -51,7 +51,7 @@ def write(out: Path, report: DistillReport) -> None:
 
 
 def card(report: DistillReport) -> str:
-    """The model card, in Markdown."""
+    """Return the model card, in Markdown."""
     name = Path(report.target).name
     settings = report.settings
     budget = f"{report.steps} steps, {report.training_seconds / 60:.1f} minutes"

@@ -1,7 +1,7 @@
-"""The state of a training run in one file, replaced at once: a crash leaves the old one.
+"""The state of a training run in one file, replaced atomically: a crash leaves the old one.
 
-With the step, everything random in a run is known: batches, positions and substitutions are
-functions of (seed, step).
+The step determines all randomness of a run: batches, positions and substitutions are functions of
+(seed, step).
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ class LogEntry(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a run stands."""
+    """Progress of a run."""
 
     step: int = 0
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class TrainingCheckpoint(NamedTuple):
-    """Everything that training needs to go on."""
+    """Everything needed to resume training."""
 
     weights: Weights
     moments: Moments
@@ -54,7 +54,7 @@ class TrainingCheckpoint(NamedTuple):
 
 
 def save(folder: Path, checkpoint: TrainingCheckpoint) -> None:
-    """Write the checkpoint; raises RuntimeFailure if the disk refuses."""
+    """Write the checkpoint; raises RuntimeFailure if writing fails."""
     arrays = {
         **{f"weights/{name}": array for name, array in checkpoint.weights.items()},
         **{f"first/{name}": array for name, array in checkpoint.moments.first.items()},
@@ -70,7 +70,7 @@ def save(folder: Path, checkpoint: TrainingCheckpoint) -> None:
 
 
 def load(folder: Path) -> TrainingCheckpoint | None:
-    """The last checkpoint, if there is one; raises UsageError if it is not readable."""
+    """Return the last checkpoint, if there is one; raises UsageError if it is not readable."""
     path = folder / _NAME
     if not path.is_file():
         return None

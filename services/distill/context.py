@@ -1,14 +1,14 @@
-"""Context of a drafter that reads the target in training: as much as it will have at work.
+"""Training context of a drafter that reads the target: the same as at inference.
 
-At work the target's states are known up to the last committed token. The tokens after it, a
-chain under verification and branches behind it, are the drafter's own to read. So a training
-sequence is cut into blocks: within a block a token sees the target's states before the block,
-and the tokens of its own block as the drafter itself computes them. Some sequences have no
-states at all, or none of their beginning, so that the drafter also works without.
+At inference the target's states are known up to the last committed token. The drafter reads the
+tokens after it, a chain under verification and branches, by itself. So a training sequence is cut
+into blocks: within a block a token attends to the target's states before the block, and to the
+tokens of its own block as the drafter itself computes them. Some sequences have no states at all,
+or none at their beginning, so that the drafter also works without.
 
-If the last state is also input, the drafter's own output takes its place behind the first token
-of a block. Then a batch takes several passes, each with the outputs of the one before as inputs:
-the n-th is exact up to the n-th token of a block.
+If the last state is also input, the drafter's own output replaces it after the first token of a
+block. Then a batch takes several passes, each with the outputs of the one before as inputs: the
+n-th is exact up to the n-th token of a block.
 """
 
 from typing import Any, NamedTuple
@@ -21,20 +21,20 @@ from services.distill.logits import logits_at
 from services.mlx.target_reader import TargetReader, add_to_embeddings
 
 PASSES = 3
-"""Over a batch in training, where a drafter's output is its input."""
+"""Passes over a batch in training if a drafter's output is its input."""
 _LEARNED = 2
-"""The last of them, through which gradients flow."""
+"""The last passes, through which gradients flow."""
 SHORTEST, LONGEST = 4, 14
-"""Tokens of a block: a chain and the branches behind it."""
+"""Tokens of a block: a chain and the branches after it."""
 _UNREAD, _LATE = 0.1, 0.05
 """Shares of sequences without states, and without those of their beginning."""
 
 
 class Blocks(NamedTuple):
-    """How sequences are cut."""
+    """The division of sequences into blocks."""
 
     starts: Integers
-    """[rows, length] where the block of each token starts."""
+    """[rows, length] start of each token's block."""
     read_from: Integers
     """[rows] first position whose states are known."""
 
@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
 
 
 def random_blocks(rows: int, length: int, chance: np.random.Generator) -> Blocks:
-    """Blocks of random lengths for training."""
+    """Return blocks of random lengths for training."""
     sizes = chance.integers(SHORTEST, LONGEST + 1, rows)[:, None]
     kind = chance.random(rows)
     read_from = np.where(kind < _LATE, chance.integers(0, length, rows), 0)
@@ -55,13 +55,13 @@ def random_blocks(rows: int, length: int, chance: np.random.Generator) -> Blocks
 
 
 def even_blocks(rows: int, length: int, size: int, shift: int) -> Blocks:
-    """Blocks of one length, all states known."""
+    """Return blocks of one length, all states known."""
     sizes = np.full((rows, 1), size)
     return cut(sizes, np.full((rows, 1), shift), np.zeros(rows, np.int64), length)
 
 
 def cut(sizes: Any, shifts: Any, read_from: Any, length: int) -> Blocks:
-    """[rows, 1] sizes and shifts, [rows] first known states."""
+    """Cut blocks by [rows, 1] sizes and shifts, and [rows] first known states."""
     places = np.arange(length)[None]
     starts = (places - shifts) // sizes * sizes + shifts
     first = read_from[:, None]
@@ -75,15 +75,15 @@ class Context(NamedTuple):
     features: mx.array
     """[rows, length, features] the target's states."""
     visible: mx.array
-    """[rows, 1, length, 2 * length]: which states, then which tokens each token sees."""
+    """[rows, 1, length, 2 * length]: the states, then the tokens each token attends to."""
     first: mx.array
-    """[rows, length, 1] whether the state of the token before is known."""
+    """[rows, length, 1] True if the state of the token before is known."""
     later: mx.array
-    """[rows, length, 1] whether that of an earlier token of its own block is."""
+    """[rows, length, 1] True if that of an earlier token of its own block is known."""
 
 
 def context_of(features: mx.array, blocks: Blocks) -> Context:
-    """The features as these blocks show them."""
+    """Return the features as visible in these blocks."""
     starts = mx.array(blocks.starts)[:, :, None]
     read_from = mx.array(blocks.read_from)[:, None, None]
     places = mx.arange(blocks.starts.shape[1])
@@ -97,7 +97,7 @@ def context_of(features: mx.array, blocks: Blocks) -> Context:
 
 
 class ContextCache:
-    """One layer's keys and values of the context; what mlx-lm takes for a KV cache."""
+    """One layer's keys and values of the context, in the form of an mlx-lm KV cache."""
 
     offset = 0
 
@@ -109,7 +109,7 @@ class ContextCache:
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """[rows, 1, n, 2 * n] bool."""
+        """Return [rows, 1, n, 2 * n] bool."""
         del return_array
         if window_size is None:
             return self._visible
@@ -118,7 +118,7 @@ class ContextCache:
         return self._visible & mx.concatenate([near, near], axis=-1)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The context's rows, then the tokens' own."""
+        """Return the context's rows, then the tokens' own."""
         return (
             mx.concatenate([self._keys.astype(keys.dtype), keys], axis=2),
             mx.concatenate([self._values.astype(values.dtype), values], axis=2),
@@ -126,7 +126,7 @@ class ContextCache:
 
 
 def context_caches(model: Any, reader: TargetReader, context: Context) -> list[ContextCache]:
-    """The caches with which the drafter sees this context."""
+    """Return caches that expose this context to the drafter."""
     rows = reader.rows(model, context.features, 0)
     return [ContextCache(keys, values, context.visible) for keys, values in rows]
 
@@ -138,12 +138,12 @@ def logits_in_context(
     inputs: tuple[mx.array, mx.array],
     passes: int,
 ) -> mx.array:
-    """Return what a drafter predicts in this context; see `logits_at`.
+    """Return a drafter's predictions in this context; see `logits_at`.
 
     Args:
         inputs: tokens and positions as there.
-        passes: how many tokens of a block are computed as they are at work, if the drafter's
-            output is its input.
+        passes: how many tokens of a block are computed as at inference, if the drafter's output
+            is its input.
     """
     tokens, positions = inputs
     caches = context_caches(model, reader, context)
@@ -161,5 +161,5 @@ def logits_in_context(
 
 
 def _shift_to_next(rows: mx.array) -> mx.array:
-    """[rows, length, width] with each token's in the place of the next."""
+    """Shift [rows, length, width] so that each token's row is at the next."""
     return mx.concatenate([mx.zeros_like(rows[:, :1]), rows[:, :-1]], axis=1)

@@ -1,4 +1,4 @@
-"""The generating phase: the target's texts, batch by batch, until there are enough."""
+"""The generation phase: the target's texts, batch by batch, until there are enough."""
 
 import time
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ from services.distill.generation import ANSWER, USER, ChatFormat, Rows, generate
 from services.distill.run_control import RunControl
 
 _ROOM = 16
-"""Tokens that an answer must have room for."""
+"""Minimum room for an answer, in tokens."""
 _LOOK_STEPS = 32
 _SHARE = 1 / 3
-"""Of a run's time that its texts take, unless something else is asked for."""
+"""Default share of a run's time for its texts."""
 _LARGEST_SHARE = 2 / 3
-"""Of a run's time that is left to its texts if they are asked for by number."""
+"""Share of a run's time for its texts if their number was requested."""
 
 
 def chat_of(settings: DistillSettings) -> ChatFormat:
-    """The conversation's form."""
+    """Return the chat format."""
     return ChatFormat(settings.turn, settings.stop_ids, settings.user_tokens)
 
 
 def read_prompts(settings: DistillSettings) -> list[TokenPrompt]:
-    """The given prompts that leave room for an answer."""
+    """Return the given prompts that leave room for an answer."""
     try:
         lines = Path(settings.prompts).read_bytes().splitlines()
         prompts = [msgspec.json.decode(line, type=TokenPrompt) for line in lines]
@@ -58,7 +58,7 @@ class Corpus:
         self._seconds = sum(info.seconds for info in infos)
 
     def fill(self, target: Any, vocabulary: int, control: RunControl) -> bool:
-        """Generate what is missing; False if the session stopped it."""
+        """Generate missing texts; False if the session stopped it."""
         last_s = 0.0
         while self._budget_share() < 1 and not self._is_late(control, last_s / 2):
             if control.stopping:
@@ -85,7 +85,7 @@ class Corpus:
         return True
 
     def _is_late(self, control: RunControl, next_s: float) -> bool:
-        """Return whether the texts' time is over, or will be before so much more has passed."""
+        """Return True if the texts' time is over, or will be `next_s` seconds from now."""
         if not self._number:
             return False
         settings = self._settings
@@ -94,14 +94,14 @@ class Corpus:
         return self._budget_share(seconds=next_s) > 1
 
     def _is_enough(self, control: RunControl, started: float) -> bool:
-        """Return whether the batch in work must end for want of time."""
+        """Return True if the current batch must end for lack of time."""
         settings = self._settings
         if settings.data_tokens:
             return control.run_left_s < (1 - _LARGEST_SHARE) * 60 * settings.minutes
         return self._budget_share(seconds=time.monotonic() - started) >= 1
 
     def _budget_share(self, tokens: int = 0, seconds: float = 0.0) -> float:
-        """Share of the budget that is spent, with so much more."""
+        """Return the spent share of the budget, with these tokens and seconds added."""
         settings = self._settings
         if settings.data_tokens:
             return (self._tokens + tokens) / settings.data_tokens
@@ -145,10 +145,10 @@ class Corpus:
         ), infos
 
     def _prompt_row(self, number: int) -> tuple[RowInfo, Tokens]:
-        """Row `number`: all prompts in turn, then again, each at its next temperature."""
+        """Return row `number`: all prompts in turn, then again, each at its next temperature."""
         passed, place = divmod(number, len(self._prompts))
         turn = self._settings.temperatures
         prompt = self._prompts[place]
-        # As many numbers to a prompt as there are temperatures: see `data.divided`.
+        # Each prompt has as many numbers as there are temperatures: see `data.divided`.
         info = RowInfo(place * len(turn), turn[(place + passed) % len(turn)], prompt.category)
         return info, prompt.tokens

@@ -1,7 +1,7 @@
 """The generated texts on disk, shard by shard.
 
-A shard is `NAME.tokens.npy` (int32 [rows, length]), `NAME.kinds.npy` (uint8, what each token
-is: see `generation`) and `NAME.json`, which is written last and makes the shard count.
+A shard is `NAME.tokens.npy` (int32 [rows, length]), `NAME.kinds.npy` (uint8, the kind of each
+token: see `generation`) and `NAME.json`, which is written last and makes the shard valid.
 """
 
 from pathlib import Path
@@ -32,9 +32,9 @@ class ShardInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rows: list[RowInfo]
     generated: int
-    """Tokens that the target chose."""
+    """Number of tokens that the target chose."""
     seconds: float
-    """What it took to generate them."""
+    """Time to generate them."""
 
 
 class Texts(NamedTuple):
@@ -47,7 +47,7 @@ class Texts(NamedTuple):
     rows: list[RowInfo]
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> "Texts":
-        """The chosen rows."""
+        """Return the chosen rows."""
         rows = [row for row, wanted in zip(self.rows, chosen, strict=True) if wanted]
         return Texts(self.tokens[chosen], self.kinds[chosen], rows)
 
@@ -78,7 +78,7 @@ class Shards:
         write_atomically(self._path(number, "json"), msgspec.json.encode(info), mode=PUBLIC)
 
     def read(self) -> Texts:
-        """All rows that hold an answer; raises ModelError if there are none."""
+        """Return all rows that hold an answer; raises ModelError if there are none."""
         infos = self.infos()
         try:
             tokens = [np.load(self._path(n, "tokens.npy")) for n in range(len(infos))]
@@ -99,7 +99,7 @@ class Shards:
 
 
 def join_texts(parts: list[Texts]) -> Texts:
-    """The texts of several runs; raises UsageError if their sequences differ in length."""
+    """Join the texts of several runs; raises UsageError if their sequences differ in length."""
     lengths = {part.tokens.shape[1] for part in parts}
     if len(lengths) > 1:
         raise UsageError(f"the texts have sequences of different length: {sorted(lengths)}")
@@ -111,10 +111,10 @@ def join_texts(parts: list[Texts]) -> Texts:
 
 
 def split_texts(texts: Texts, share: float, temperatures: int) -> tuple[Texts, Texts]:
-    """Training and validation texts; every `1/share`-th group is held out.
+    """Split into training and validation texts; every `1/share`-th group is held out.
 
-    Invented prompts are groups of one row whose temperatures take turns: whole turns are
-    held out together, so that the validation has all temperatures.
+    Invented prompts are groups of one row whose temperatures rotate: whole rotations are held out
+    together, so that the validation has all temperatures.
     """
     period = round(1 / share)
     held = np.array([row.group // temperatures % period == 0 for row in texts.rows])

@@ -1,4 +1,4 @@
-"""How good a drafter is: both distributions, position by position, on texts not trained on."""
+"""Evaluate a drafter: compare both distributions at every position of held-out texts."""
 
 import math
 import time
@@ -22,7 +22,7 @@ WIDTHS = (1, 2, 3, 4, 8, 16)
 """Fan-outs F at which hits are counted."""
 TEMPERATURES = (0.7, 1.0)
 BLOCK = 8
-"""Tokens of a block (`context`) on which a drafter that reads the target is judged."""
+"""Tokens of a block (`context`) in the evaluation of a drafter that reads the target."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -45,33 +45,34 @@ class Figures(msgspec.Struct, frozen=True):
 
     positions: int
     greedy_positions: int
-    """Those in the target's greedy answers."""
+    """Number of positions in the target's greedy answers."""
     greedy_agreement: float
     """Share of greedy positions where both have the same best token."""
     by_category: dict[str, float]
     """Greedy agreement, where texts have a category."""
     acceptance: list[Acceptance]
-    """Over the answers of all temperatures."""
+    """Acceptance over the answers of all temperatures."""
     hits: dict[str, float]
-    """F -> the target's best token is among the drafter's best F, on greedy positions."""
+    """F -> share of greedy positions where the target's best token is in the drafter's top F."""
     hits_after_rejection: dict[str, float]
-    """The same where the drafter's best was wrong, and is left out."""
+    """The same where the drafter's best token was wrong, and is left out."""
     by_lag: list[float] = []
-    """Of a drafter that reads the target: greedy agreement with the last known state one token
-    back, two tokens back and so on."""
+    """Greedy agreement of a drafter that reads the target, by the distance of the last known
+    state.
+    """
 
 
 class _Row(NamedTuple):
-    """Per position, on the host."""
+    """Results per position, on the host."""
 
     rank: Ids
-    """Place of the target's best token in the drafter's order, from 1; 0 if not in its head."""
+    """Rank of the target's best token at the drafter, from 1; 0 if not in its head."""
     overlaps: Floats
     """[count, temperatures]"""
     coupled: Flags
     """[count, temperatures]"""
     row: Integers
-    """Which text."""
+    """Index of the text."""
     lag: Integers
     """Tokens since the last state that the drafter was given; 0 if it reads none."""
 
@@ -82,7 +83,7 @@ class DeployedDrafter(NamedTuple):
     module: Any
     head_ids: Ids | None
     layers: tuple[int, ...] = ()
-    """Of the target, that it reads."""
+    """Layers of the target that it reads."""
     reader: TargetReader | None = None
 
 
@@ -101,7 +102,7 @@ def evaluate(
         target: an mlx-lm model.
         vocabulary: tokens that exist.
         batch: texts per forward pass.
-        seconds: what it may take: the texts that do not fit are left out, but for one pass.
+        seconds: time limit: texts that do not fit are skipped, but one pass always runs.
     """
     started = time.monotonic()
     batches = Batches(texts, min(batch, len(texts.rows)))
@@ -132,7 +133,7 @@ def _draft(
     features: mx.array | None,
     number: int,
 ) -> tuple[mx.array, Integers | None]:
-    """Its logits for batch `number`, and, if it reads, how late it was given what it reads."""
+    """Return the drafter's logits for batch `number`, and the lags of states that it reads."""
     if drafter.reader is None or features is None:
         return logits_at(drafter.module, *inputs), None
     blocks = even_blocks(features.shape[0], features.shape[1], BLOCK, number % BLOCK)

@@ -1,8 +1,7 @@
-"""The drafter as folders: one that mlx-lm loads, and one without the target's embedding.
+"""Export the drafter to folders: one that mlx-lm loads, and one without the embedding.
 
-The second, `carried/`, is what travels: `services.tools.build_drafter` adds the embedding of a
-target
-that is already there.
+The second, `carried/`, is for transport: `services.tools.build_drafter` adds the embedding of a
+target that already exists at the destination.
 """
 
 import json
@@ -36,7 +35,7 @@ _TOKENIZER_FILES = (
 
 
 class Trained(NamedTuple):
-    """A drafter whose training is done."""
+    """A fully trained drafter."""
 
     weights: Weights
     """The trained parameters."""
@@ -79,7 +78,7 @@ def export(out: Path, target: LoadedModel, drafter: Trained) -> None:
 def _write(
     folder: Path, weights: Weights, config: dict[str, Any], head_ids: Ids | None, dtype: mx.Dtype
 ) -> None:
-    """The weights come last and at once: a folder that has them is complete."""
+    """Write the folder, weights last and atomically: a folder that has them is complete."""
     described = {key: value for key, value in config.items() if key != "dtype"}
     described["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Texts of the target itself, many at a time.
+"""Generate texts of the target itself, many at a time.
 
-A row starts with given tokens. Where the target is to invent the prompt, these are the chat
-template's tokens up to the user's words; sampling goes on through the user's turn, the
-tokens of the turn's end follow as they stand in the template, and then the answer (the
-method of "magpie"). All rows stand at one position, so longer given prompts are simply fed
-while other rows already sample. The tokens stay on the device until the batch is complete.
+A row starts with given tokens. If the target is to invent the prompt, these are the chat template's
+tokens up to the user's words; sampling continues through the user's turn, the template's tokens for
+the turn's end follow, and then the answer (the method of "magpie"). All rows are at one position,
+so longer given prompts are simply fed while other rows already sample. The tokens stay on the
+device until the batch is complete.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ PADDING, GIVEN, USER, ANSWER = range(4)
 """Kinds of tokens in a sequence."""
 
 _SHORTEST_ANSWER = 16
-"""Of every row, however little time there is."""
+"""Minimum answer of every row, even when time is short."""
 _LOOK_EVERY = 32
-"""Steps between two looks at whether rows are finished: each waits for the device."""
+"""Steps between two checks whether rows are finished: each waits for the device."""
 
 
 class ChatFormat(NamedTuple):
-    """How a conversation is put together."""
+    """The chat format of a model."""
 
     turn: Tokens
     """Tokens from the end of the user's words to the start of the answer; empty: no chat."""
@@ -46,18 +46,18 @@ class Rows:
     """Texts to generate."""
 
     given: list[Tokens]
-    """Per row, the tokens it starts with; at least one."""
+    """The initial tokens of each row; at least one."""
     invents: bool
-    """Whether the rows go on with the user's words, else with the answer."""
+    """True if the rows continue with the user's words, otherwise with the answer."""
     temperatures: list[float]
-    """Per row, of its answer."""
+    """Temperature of each row's answer."""
     length: int
     """Tokens of a complete row."""
     seed: int
 
 
 class _State(NamedTuple):
-    """Where every row stands; all [rows]."""
+    """State of every row; all [rows]."""
 
     token: mx.array
     phase: mx.array
@@ -65,7 +65,7 @@ class _State(NamedTuple):
 
 
 class _Machine:
-    """From a row's logits to its next token; pure, on the device."""
+    """Maps a row's logits to its next token; pure, on the device."""
 
     def __init__(self, rows: Rows, chat: ChatFormat) -> None:
         count = len(rows.given)
@@ -92,7 +92,7 @@ class _Machine:
     def advance(
         self, logits: mx.array, phase: mx.array, position: int, key: mx.array
     ) -> tuple[_State, mx.array]:
-        """The tokens at `position`, the new phases, and the tokens' kinds."""
+        """Return the tokens at `position`, the new phases, and the tokens' kinds."""
         temperature = mx.where(phase == 0, 1.0, self._temperatures)
         noise = mx.random.gumbel(logits.shape, key=key)
         scores = logits.astype(mx.float32) + temperature[:, None] * noise
@@ -124,13 +124,13 @@ def generate(
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[Integers, Integers] | None:
-    """Complete the rows: their tokens and kinds, both [rows, length], or None if given up.
+    """Complete the rows: return their tokens and kinds, both [rows, length], or None if stopped.
 
     Args:
         model: an mlx-lm model.
-        vocabulary: tokens that exist; a padded head has columns that stand for none.
-        stopping: called now and then; if it returns true, the batch is given up.
-        enough: likewise; if it returns true, the rows end where they are, once all answer.
+        vocabulary: tokens that exist; a padded head has columns without tokens.
+        stopping: polled; if it returns True, the batch is abandoned.
+        enough: polled; if it returns True, the rows end where they are, once all answer.
     """
     machine = _Machine(rows, chat)
     store = BatchStore(windows_of(model))
@@ -157,11 +157,11 @@ def generate(
 
 
 def _common(given: list[Tokens]) -> int:
-    """How many positions are given in every row, so that they are fed at once."""
+    """Return how many positions are given in every row, so that they are fed at once."""
     return min(map(len, given))
 
 
 def _collect(columns: list[mx.array], length: int) -> Integers:
-    """[rows, length], padded with zeros."""
+    """Return [rows, length], padded with zeros."""
     filled = np.array(mx.stack(columns, axis=1)).astype(np.int32)
     return np.pad(filled, ((0, 0), (0, length - filled.shape[1])))

@@ -1,7 +1,7 @@
 """Logits at chosen positions, and the target's distribution there.
 
-Most of a small drafter's cost is its head, and most positions of a batch are not learned
-from, so the head sees only those that are.
+Most of a small drafter's cost is its head, and most positions of a batch are not trained, so the
+head is computed only at those that are.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ Weights = dict[str, mx.array]
 
 
 def number(array: mx.array) -> float:
-    """The value of an array of one element; waits for the device."""
+    """Return the value of an array of one element; waits for the device."""
     value: Any = array.item()
     return float(value)
 
 
 class _At:
-    """Stands in for a model's body: the same hidden states, at some positions only."""
+    """Wraps a model's body to return hidden states at some positions only."""
 
     def __init__(self, body: Any, positions: mx.array) -> None:
         self._body = body
@@ -47,14 +47,14 @@ def check_layout(model: Any) -> None:
 
 
 def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
-    """Return what an mlx-lm model predicts after some of the tokens.
+    """Return an mlx-lm model's predictions after some of the tokens.
 
-    Whatever a family does around its head (soft-capping, scaling) is the model's own code.
+    A family's own code around its head (soft-capping, scaling) is applied.
 
     Args:
         tokens: [rows, length].
         positions: [count] flat indices into rows * length.
-        cache: what the model takes for one; by default none.
+        cache: the model's cache argument; by default none.
 
     Returns:
         [count, head] float32 logits.
@@ -69,7 +69,7 @@ def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = No
 
 
 class TargetDistribution:
-    """The target's distribution over the tokens that the drafter knows."""
+    """The target's distribution over the tokens in the drafter's head."""
 
     def __init__(
         self,
@@ -84,23 +84,23 @@ class TargetDistribution:
         self._head_ids = head_ids
 
     def logits(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """[count, vocabulary] float32."""
+        """Return [count, vocabulary] float32 logits."""
         return logits_at(self._model, tokens, positions)[:, : self._vocabulary]
 
     def logits_and_features(
         self, tokens: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """`logits`, and [rows, length, features] of the tapped layers, if any are."""
+        """Return `logits`, and [rows, length, features] of the tapped layers, if any."""
         logits = self.logits(tokens, positions)
         return logits, None if self._taps is None else self._taps.features()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         if self._taps is not None:
             self._taps.remove()
 
     def probabilities(self, logits: mx.array, temperature: float) -> mx.array:
-        """[count, head] probabilities; a trimmed head's do not sum to 1, and should not."""
+        """Return [count, head] probabilities; a trimmed head's need not sum to 1."""
         distribution = mx.softmax(logits / temperature, axis=-1, precise=True)
         return (
             distribution
@@ -109,5 +109,5 @@ class TargetDistribution:
         )
 
     def ids_of(self, columns: mx.array) -> mx.array:
-        """The token ids that these columns of the drafter's head stand for."""
+        """Return the token ids of these columns of the drafter's head."""
         return columns if self._head_ids is None else self._head_ids[columns]

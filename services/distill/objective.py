@@ -1,8 +1,8 @@
 """Training objectives, given both distributions at a position.
 
-`p` is the target's distribution over the tokens that the drafter's head knows; the mass that a
-trimmed head cannot reach is missing from its sum, so every measure of acceptance is honest.
-`q` is the drafter's distribution and sums to 1.
+`p` is the target's distribution over the tokens in the drafter's head; the mass that a trimmed head
+cannot reach is missing from its sum, so every measure of acceptance includes it. `q` is the
+drafter's distribution and sums to 1.
 """
 
 from collections.abc import Callable
@@ -19,40 +19,40 @@ _SHARPER = 0.25
 
 
 def overlap(p: mx.array, q: mx.array) -> mx.array:
-    """[count] sum of min(p, q): acceptance under the rejection rule, 1 - TV."""
+    """Return [count] sums of min(p, q): acceptance under the rejection rule, 1 - TV."""
     return mx.minimum(p, q).sum(axis=-1)
 
 
 def acceptance_bound(p: mx.array, q: mx.array) -> mx.array:
-    """[count] (1 - TV) / (1 + TV): least acceptance under the coupled rule (Daliri et al.)."""
+    """Return [count] (1 - TV) / (1 + TV), a bound of coupled acceptance (Daliri et al.)."""
     common = overlap(p, q)
     return common / (2.0 - common)
 
 
 def cross_entropy(p: mx.array, logits: mx.array) -> mx.array:
-    """[count] soft labels; a position weighs as much as the head can reach of it."""
+    """Return [count] cross-entropy; a position weighs as much as the head can reach of it."""
     return p.sum(axis=-1) * mx.logsumexp(logits, axis=-1) - (p * logits).sum(axis=-1)
 
 
 def total_variation(p: mx.array, logits: mx.array) -> mx.array:
-    """[count] rejections per token under the rejection rule."""
+    """Return [count] rejections per token under the rejection rule."""
     return 1.0 - overlap(p, mx.softmax(logits, axis=-1))
 
 
 def rejection_bound(p: mx.array, logits: mx.array) -> mx.array:
-    """[count] most rejections per token under the coupled rule.
+    """Return [count] maximum rejections per token under the coupled rule.
 
-    Steeper than total variation where the two nearly agree, flatter where they do not: it
+    It is steeper than total variation where the two nearly agree, flatter where they do not: it
     gives up positions that a small drafter cannot learn.
     """
     return 1.0 - acceptance_bound(p, mx.softmax(logits, axis=-1))
 
 
 def rank(p: mx.array, logits: mx.array) -> mx.array:
-    """[count] cross-entropy of the sharpened target: greedy acceptance, and hits, go by order."""
+    """Return [count] cross-entropy with the sharpened target, for greedy acceptance and hits."""
     sharp = mx.power(mx.maximum(p, 1e-12), 1.0 / _SHARPER)
     total = sharp.sum(axis=-1, keepdims=True)
-    # The sharpened distribution keeps the mass that can be reached, as in `cross_entropy`.
+    # The sharpened distribution keeps the reachable mass, as in `cross_entropy`.
     return cross_entropy(sharp / total * p.sum(axis=-1, keepdims=True), logits)
 
 

@@ -49,17 +49,17 @@ _ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
 _BATCH = {"cpu": 4, "metal": 8, "cuda": 64}
 _SPARE_BYTES = 64_000_000
 _EVALUATION_SHARE = 0.1
-"""Of a run's time that is kept for what follows training."""
+"""Share of a run's time that is reserved for the phases after training."""
 
 
 class _Plan(NamedTuple):
-    """Shape of the drafter to be."""
+    """Shape of the drafter."""
 
     layers: list[int]
     config: dict[str, Any]
     dtype: mx.Dtype
     description: ReaderDescription | None
-    """What it reads of the target."""
+    """Features that it reads of the target."""
 
     @property
     def tapped(self) -> list[int]:
@@ -76,7 +76,7 @@ class _Plan(NamedTuple):
 
 
 def distill(settings: DistillSettings, control: RunControl) -> None:
-    """Train a drafter, or go on training it; ends early if the session stops."""
+    """Train a drafter, or resume training; ends early if the session stops."""
     folder = RunFolder(settings)
     try:
         _distill(settings, control, folder)
@@ -114,7 +114,7 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
     if budget.share(state.position) < 1:
         control.say(DistillFinished(out=settings.out, complete=False))
         return
-    control.say(DistillNote("training is done; writing and judging the drafter"))
+    control.say(DistillNote("training is done; writing and evaluating the drafter"))
     drafter = Trained(state.weights, plan.config, head_ids, plan.description)
     export(folder.path, target, drafter)
     figures = _judge(settings, target, folder.path, held, control.run_left_s)
@@ -140,7 +140,7 @@ def _fill_texts(
 
 
 def _training_budget(settings: DistillSettings, control: RunControl, trained_s: float) -> Budget:
-    """Return what training may take over all calls: at least one step."""
+    """Return the time for training over all calls: at least one step."""
     reserved_s = _EVALUATION_SHARE * 60 * settings.minutes
     return Budget(settings.steps, max(1e-9, trained_s + control.run_left_s - reserved_s))
 
@@ -175,7 +175,7 @@ def judge(settings: DistillSettings, control: RunControl) -> None:
 
 
 def _sources(settings: DistillSettings, folder: RunFolder) -> list[Shards]:
-    """Where the run's texts are: its own, or those of the runs that it was given."""
+    """Return the folders of the run's texts: its own, or those of the given runs."""
     return [Shards(Path(run, "data")) for run in settings.texts] or [folder.shards]
 
 
@@ -191,7 +191,7 @@ def _dtype(settings: DistillSettings) -> mx.Dtype:
 
 
 def _target(settings: DistillSettings) -> LoadedModel:
-    """The target in memory, dense: with many tokens at once that is faster everywhere."""
+    """Load the target, dense: with many tokens at once that is faster everywhere."""
     target = load(Path(settings.target))
     check_layout(target.module)
     windows_of(target.module)
@@ -215,7 +215,7 @@ def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDes
     if settings.reads_target is None:
         return None
     if settings.on_policy:
-        raise UsageError("on_policy cannot be had with --reads-target")
+        raise UsageError("on_policy cannot be combined with --reads-target")
     total: int = config["num_hidden_layers"]
     layers = settings.tapped_layers or spread_layers(total)
     return ReaderDescription(layers, config["hidden_size"], way=settings.reads_target)
@@ -230,7 +230,7 @@ def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids |
 
 
 def _estimate_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
-    """Two checkpoints of weights and moments, the drafter twice in half precision, the texts."""
+    """Estimate disk usage: two checkpoints of weights and moments, the drafter twice, the texts."""
     flat: Any = tree_flatten(target.parameters())
     inner = sum(a.size for name, a in flat if name.startswith("model.layers."))
     shared = sum(a.size for name, a in flat if not name.startswith("model.layers."))
@@ -270,7 +270,7 @@ def _rows(settings: DistillSettings) -> int:
 
 
 def _greedy_answers(settings: DistillSettings, target: LoadedModel, control: RunControl) -> Texts:
-    """The target's own greedy answers to the given prompts."""
+    """Return the target's own greedy answers to the given prompts."""
     prompts = read_prompts(settings)
     step = _rows(settings)
     parts = []
@@ -304,7 +304,7 @@ def _judge(
     texts: Texts,
     seconds: float = math.inf,
 ) -> Figures:
-    """The figures of the drafter in `folder`, as it is deployed, in about this time."""
+    """Return the figures of the deployed drafter in `folder`, in about this time."""
     drafter = load(folder)
     if drafter.vocabulary.fingerprint != target.vocabulary.fingerprint:
         raise ModelError(f"{str(folder)!r} does not share the target's vocabulary")
@@ -321,7 +321,7 @@ def _judge(
 
 
 class _Facts(NamedTuple):
-    """Facts of a report about the texts and the head."""
+    """Facts about the texts and the head, for a report."""
 
     learned: Texts
     held: Texts

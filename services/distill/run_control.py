@@ -1,4 +1,4 @@
-"""One call of the process: its voice, its clocks, and whether it was asked to stop."""
+"""One call of the process: its events, its time limits, and its stop flag."""
 
 import signal
 import sys
@@ -13,10 +13,10 @@ _SAY_EVERY_S = 1.0
 
 
 class RunControl:
-    """Speaks JSON lines on stdout; SIGINT, SIGTERM and the time limit ask it to stop.
+    """Writes JSON lines to stdout; SIGINT, SIGTERM and the time limit request a stop.
 
     Args:
-        limit_s: for this call; 0 is no limit.
+        limit_s: for this call; 0 means no limit.
     """
 
     def __init__(self, limit_s: float = 0.0) -> None:
@@ -27,7 +27,7 @@ class RunControl:
         self._last_event = 0.0
 
     def listen(self) -> None:
-        """Take SIGINT and SIGTERM as a request to stop at the next safe point."""
+        """Treat SIGINT and SIGTERM as a request to stop at the next safe point."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -36,21 +36,21 @@ class RunControl:
         self._asked = True
 
     def limit_run(self, limit_s: float, spent_s: float) -> None:
-        """The run may take this long over all its calls; earlier ones took `spent_s` of it."""
+        """Limit the run over all its calls; earlier ones took `spent_s`."""
         self._run_ends = self._started + limit_s - spent_s
 
     @property
     def run_left_s(self) -> float:
-        """Seconds left of the run, infinite if it has no limit; negative once that is over."""
+        """Return the seconds left of the run, infinite without a limit; negative after its end."""
         return self._run_ends - time.monotonic()
 
     @property
     def stopping(self) -> bool:
-        """True if to save what there is and end."""
+        """True if the run should save its state and end."""
         return self._asked or time.monotonic() > self._ends
 
     def say(self, event: DistillEvent) -> None:
-        """Write one event; progress at most once a second, but for its end."""
+        """Write one event; progress at most once a second, except at its end."""
         now = time.monotonic()
         if isinstance(event, DistillProgress):
             if now - self._last_event < _SAY_EVERY_S and event.done < 1:

@@ -1,4 +1,4 @@
-"""The folder of a run: whether it is ours, whether it is the same run, whether it has room."""
+"""The folder of a run: check that it is ours, of the same run, and has enough space."""
 
 import fcntl
 import hashlib
@@ -17,8 +17,8 @@ from services.distill.data import Shards
 _DESCRIPTION = "run.json"
 _LOCK = "lock"
 
-# What may differ between two calls of one run: where and how fast it goes, and how far. Some
-# chat templates state the date, so the opening may differ too.
+# May differ between two calls of one run: paths, speed and length. Some chat templates state the
+# date, so the opening may differ too.
 _FREE = frozenset(
     {
         "lifeline", "cores", "out", "threads", "compiled", "evaluate_only", "prompts", "opening",
@@ -29,7 +29,7 @@ _FREE = frozenset(
 
 
 class RunFolder:
-    """An open run folder, held by this process alone."""
+    """An open run folder, locked by this process."""
 
     def __init__(self, settings: DistillSettings) -> None:
         self.path = Path(settings.out)
@@ -65,12 +65,12 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Unlock the folder."""
         os.close(self._lock)
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
-    """The settings that the run in this folder was started with; None if there is none."""
+    """Return the settings that the run in this folder was started with; None if there is none."""
     path = folder / _DESCRIPTION
     if not path.is_file():
         return None
@@ -115,5 +115,5 @@ def _acquire_lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise RuntimeFailure(f"another `ssd distill` is at work in {str(path.parent)!r}") from error
+        raise RuntimeFailure(f"another `ssd distill` is running in {str(path.parent)!r}") from error
     return descriptor

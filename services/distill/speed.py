@@ -1,7 +1,7 @@
-"""Cost of the pair on this machine, and the speed-up to expect from it.
+"""Measure the pair's cost on this machine, and predict the speed-up.
 
-Measured with the services' own code, one process, target and drafter in turn. A stack runs
-them side by side: where they share cores or a GPU, both are slower than this.
+It is measured with the services' own code in one process, target and drafter in turn. A stack runs
+them concurrently: where they share cores or a GPU, both are slower.
 """
 
 import time
@@ -40,11 +40,11 @@ class SpeedUpPrediction(msgspec.Struct, frozen=True):
     hit_rate: float
     tokens_per_round: float
     speed_up: float
-    """Over plain decoding."""
+    """Relative to plain decoding."""
 
 
 def measure(target: LoadedModel, drafter: Path, text: Tokens) -> Costs:
-    """Time the pair; the target is rearranged for it and of no other use afterwards.
+    """Time the pair; the target is modified for it and must not be used afterwards.
 
     Args:
         text: some tokens of the vocabulary, to be repeated as a context.
@@ -92,10 +92,10 @@ def _draft_ms(drafter: Path, context: Tokens) -> dict[str, float]:
 
 
 def predict(figures: Figures, costs: Costs) -> SpeedUpPrediction:
-    """The fastest (lookahead, branches) for these figures.
+    """Return the fastest (lookahead, branches) for these figures.
 
-    A hit emits E(K) tokens for the longer of verification and preparation; after a miss the
-    target goes on with one token alone.
+    A hit yields E(K) tokens for the longer of verification and preparation; after a miss the target
+    continues with one token alone.
     """
     plain = costs.verify_ms["1"]
     alpha = min(figures.greedy_agreement, 0.999)
@@ -119,5 +119,5 @@ def predict(figures: Figures, costs: Costs) -> SpeedUpPrediction:
 
 
 def _at(hits: dict[str, float], width: int) -> float:
-    """The hit rate at the largest measured width that is not above `width`."""
+    """Return the hit rate at the largest measured width that is not above `width`."""
     return hits[str(max(int(w) for w in hits if int(w) <= width))]

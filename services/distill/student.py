@@ -1,8 +1,8 @@
-"""The drafter: an ordinary mlx-lm model of the target's family, with a few of its layers.
+"""The drafter in training: an mlx-lm model of the target's family, with a few of its layers.
 
-It starts as a copy of those layers. Embedding and head are the target's own and stay frozen.
-A narrower MLP keeps the hidden columns of largest norm; the residual width cannot change,
-because the embedding is shared.
+It starts as a copy of those layers. Embedding and head are the target's own and stay frozen. A
+narrower MLP keeps the hidden columns of largest norm; the residual width cannot change, because the
+embedding is shared.
 """
 
 import json
@@ -36,11 +36,11 @@ _NOT_BY_LAYER = ("architectures", "eos_token_id")
 _INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
 _OUT_OF_MLP = "down_proj.weight"
 _ADDED = ("mlp.down_proj", "self_attn.o_proj")
-"""What makes that which a layer adds to the residual stream."""
+"""The projections that add to the residual stream."""
 
 
 def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
-    """Which of the target's layers to copy: half from the start, half from the end.
+    """Return the layers of the target to copy: half from the start, half from the end.
 
     Raises:
         UsageError: the target has fewer, or a given one does not exist.
@@ -56,12 +56,12 @@ def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
 
 
 def spread_layers(total: int) -> list[int]:
-    """Five layers of the target to read, from the second to the last but one."""
+    """Return five layers of the target to read, from the second to the last but one."""
     return sorted({round(1 + place * max(0, total - 3) / 4) for place in range(5)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The target's `config.json`; raises ModelError if it does not count its layers."""
+    """Read the target's `config.json`; raises ModelError if it has no number of layers."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config.get("num_hidden_layers"), int):
         raise ModelError(f"config.json in {str(folder)!r} has no num_hidden_layers")
@@ -69,12 +69,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[str, Any]:
-    """The target's configuration with fewer layers; raises UsageError if `mlp` cannot be."""
+    """Return the target's configuration with fewer layers; raises UsageError for a bad `mlp`."""
     config = {k: v for k, v in target.items() if k not in ("quantization", "quantization_config")}
     total = config["num_hidden_layers"]
     config["num_hidden_layers"] = len(chosen)
     for key, value in config.items():
-        # Kinds of layers, window sizes, head counts: whatever is listed layer by layer.
+        # Everything that is listed per layer: kinds, window sizes, head counts.
         if isinstance(value, list) and len(value) == total and key not in _NOT_BY_LAYER:
             config[key] = [value[layer] for layer in chosen]
     if "mlp_only_layers" in config:
@@ -92,7 +92,7 @@ class Reads(NamedTuple):
     """States of the target that a drafter is given, and how."""
 
     features: int
-    """Numbers a token."""
+    """Numbers per token."""
     way: ReadingWay
 
 
@@ -109,7 +109,7 @@ class Student:
         self.reader = new_reader(reads.features, module, reads.way) if reads.features else None
         """Reads the target's states."""
         self.head_ids = head_ids
-        """What the columns of the logits stand for; None if untrimmed."""
+        """Token ids of the logits' columns; None if untrimmed."""
         self._dtype = dtype
         if head_ids is not None:
             keep_rows(module, head_ids)
@@ -132,7 +132,7 @@ class Student:
         positions: mx.array,
         context: Context | None = None,
     ) -> mx.array:
-        """[count, head] float32 with these weights, computed in the student's precision."""
+        """Return [count, head] float32 with these weights, computed in the student's precision."""
         cast = {name: array.astype(self._dtype) for name, array in weights.items()}
         own, reading = split_weights(cast)
         self.module.update(tree_unflatten(list(own.items())))
@@ -145,15 +145,18 @@ class Student:
 
 
 def split_weights(weights: Weights) -> tuple[Weights, Weights]:
-    """Those of the model, and those of its reader by their names in it."""
+    """Return the model's weights, and its reader's by their names in it."""
     own = {name: array for name, array in weights.items() if not name.startswith(_READER)}
     reading = {n.removeprefix(_READER): a for n, a in weights.items() if n.startswith(_READER)}
     return own, reading
 
 
 def _new_reader(reader: TargetReader, weights: Weights) -> Weights:
-    """A reader's first weights: keys and values as the layers make them of their own input, for
-    which the first state that is read stands."""
+    """Return a reader's initial weights.
+
+    Keys and values are those that the layers make of their own input, which the first state that is
+    read replaces.
+    """
     first = {name: array.astype(mx.float32) for name, array in flat_parameters(reader).items()}
     width, features = first["fc.weight"].shape
     first["fc.weight"] = mx.eye(width, features)
@@ -176,7 +179,7 @@ def new_student(
     *,
     reads: Reads = READS_NOTHING,
 ) -> Student:
-    """A drafter made of layers of `target`, a dense mlx-lm model.
+    """Create a drafter from layers of `target`, a dense mlx-lm model.
 
     Raises:
         ModelError: the family does not allow these layers.
@@ -192,8 +195,8 @@ def new_student(
         ) from error
     inherited = _inherit(target, chosen, config.get("intermediate_size"))
     if hasattr(module, "sanitize"):
-        # Some families drop their head here when they see that the weights have none. What
-        # it returns is for weights from a file; ours have been through it.
+        # Some families drop their head here when the weights have none. The result is meant for
+        # weights from a file; ours have been through it.
         module.sanitize(dict(inherited))
     wanted: Any = dict(tree_flatten(module.parameters()))
     _check_shapes(wanted, inherited)
@@ -204,12 +207,12 @@ def new_student(
 def start_from(student: Student, folder: Path) -> None:
     """Give the student the weights of the drafter in `folder`, as far as it has them.
 
-    A drafter of fewer layers is spread over the first and the last ones. The layers between
-    them stay the target's and begin with nothing to add, so the student begins as the drafter.
+    A drafter of fewer layers is spread over the first and the last ones. The layers between them
+    stay the target's and initially add nothing, so the student starts as the drafter.
 
     Raises:
         ModelError: a weight is missing there or has another shape, it has more layers, or fewer
-            and reads the target; or what the layers between them add has other names.
+            and reads the target; or the additions of the layers between them have other names.
     """
     module = load(folder).module
     given: Weights = flat_parameters(module)
@@ -232,8 +235,10 @@ def start_from(student: Student, folder: Path) -> None:
 
 
 def _spread(given: Weights, count: int, wanted: int) -> tuple[str, ...]:
-    """Rename the last half of `count` layers to be the last of `wanted`; returns the prefixes of
-    those that are between."""
+    """Rename the last half of `count` layers to be the last of `wanted`.
+
+    Returns the prefixes of those between them.
+    """
     first, moved = (count + 1) // 2, wanted - count
     for layer in reversed(range(first, count)) if moved else ():
         prefix = f"{_LAYER}{layer}."
@@ -243,7 +248,7 @@ def _spread(given: Weights, count: int, wanted: int) -> tuple[str, ...]:
 
 
 def _silence(weights: Weights, layers: tuple[str, ...]) -> None:
-    """Let these layers add nothing to the residual stream."""
+    """Make these layers add nothing to the residual stream."""
     for layer in layers:
         for part in _ADDED:
             if f"{layer}{part}.weight" not in weights:
@@ -266,7 +271,7 @@ def _check_shapes(wanted: Weights, inherited: Weights) -> None:
 
 
 def _inherit(target: Any, chosen: list[int], width: Any) -> Weights:
-    """The target's parameters under the drafter's names."""
+    """Return the target's parameters under the drafter's names."""
     flat: Any = tree_flatten(target.parameters())
     new_number = {str(old): new for new, old in enumerate(chosen)}
     inherited: Weights = {}
@@ -300,10 +305,10 @@ def _narrow(weights: Weights, prefix: str, width: int) -> None:
 
 
 def frequent_ids(tokens: Ids, vocabulary: int, size: int, always: list[int]) -> Ids:
-    """The ids of a trimmed head, ascending: `always`, then the most frequent tokens.
+    """Return the ids of a trimmed head, ascending: `always`, then the most frequent tokens.
 
-    Tokens that never occurred follow in the order of their ids, which for a learned
-    vocabulary is nearly that of their frequency.
+    Tokens that never occurred follow in the order of their ids, which for a learned vocabulary is
+    nearly that of their frequency.
     """
     counts = np.bincount(tokens, minlength=vocabulary)[:vocabulary].astype(np.int64)
     counts[always] = len(tokens) + 1

@@ -1,7 +1,7 @@
 """The training loop: AdamW on the loss at the answer's positions, within a budget.
 
-A step is a pure function of (weights, moments, batch), so MLX can fuse it. The loop stays one
-step ahead of the device: it reads the loss of the step before while the next one runs.
+A step is a pure function of (weights, moments, batch), so MLX can fuse it. The loop stays one step
+ahead of the device: it reads the loss of the previous step while the next one runs.
 """
 
 import math
@@ -27,9 +27,9 @@ from services.mlx.launching import launch
 from services.mlx.loader import compute_unit
 
 _BETAS = (0.9, 0.95)
-"""Of AdamW."""
+"""AdamW's betas."""
 _LAST_RATE = 0.02
-"""Learning rate at the end, as a share of the highest."""
+"""Final learning rate as a share of the highest."""
 _LOGS = 40
 """Entries of the training log in a run that is limited by steps."""
 _LOG_EVERY_S = 15.0
@@ -42,7 +42,7 @@ class DeviceBatch(NamedTuple):
     positions: mx.array
     importance: mx.array
     context: Context | None = None
-    """What a drafter that reads the target is given."""
+    """Context of a drafter that reads the target."""
 
 
 class _Updated(NamedTuple):
@@ -52,20 +52,20 @@ class _Updated(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """The extent of a training: in steps if they are given, else in seconds."""
+    """The extent of a training: in steps if given, otherwise in seconds."""
 
     steps: int
     seconds: float
 
     def share(self, position: Position) -> float:
-        """Share of it that is spent."""
+        """Return the share of it that is spent."""
         if self.steps:
             return position.step / self.steps
         return position.seconds / max(self.seconds, 1e-9)
 
 
 def learning_rate(settings: DistillSettings, spent: float) -> float:
-    """Linear warm-up, then half a cosine."""
+    """Return the learning rate: linear warm-up, then half a cosine."""
     rise = min(1.0, (spent + 1e-3) / max(settings.warmup, 1e-3))
     fall = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(spent, 1.0)))
     return settings.learning_rate * rise * fall
@@ -94,7 +94,7 @@ class Trainer:
         self._measure = self._compile(self._measure_acceptance)
 
     def start(self) -> TrainingCheckpoint:
-        """The state before the first step."""
+        """Return the state before the first step."""
         weights = self._student.weights
         zeros = {name: mx.zeros_like(array) for name, array in weights.items()}
         return TrainingCheckpoint(weights, Moments(zeros, dict(zeros)), Position())
@@ -106,7 +106,7 @@ class Trainer:
         control: RunControl,
         save: Callable[[TrainingCheckpoint], None],
     ) -> TrainingCheckpoint:
-        """Train until the budget is spent or the session stops; returns where it ended."""
+        """Train until the budget is spent or the session stops; return the final state."""
         weights, moments, position = checkpoint
         clock = _Clock(position.seconds)
         saved, losses = clock.seconds(), list[float]()
@@ -137,7 +137,7 @@ class Trainer:
         return done
 
     def close(self) -> None:
-        """Leave the target as it was."""
+        """Restore the target."""
         self._distribution.close()
 
     # ------------------------------------------------------------ one step
@@ -176,7 +176,7 @@ class Trainer:
         return distribution.probabilities(logits, self._settings.loss_temperature), features
 
     def _updating(self, objective: Objective) -> Callable[..., _Updated]:
-        """The step of one objective: gradient, clipping, AdamW."""
+        """Return the step of one objective: gradient, clipping, AdamW."""
         loss = LOSSES[objective]
         settings = self._settings
 
@@ -206,14 +206,14 @@ class Trainer:
     # ------------------------------------------------------------ on-policy prefixes
 
     def _choose_replaced(self, batch: Batch, step: int) -> mx.array:
-        """[count] which positions' next token the drafter replaces."""
+        """Return [count], the positions whose next token the drafter replaces."""
         chance = np.random.default_rng([self._settings.seed, 3, step])
         chosen = chance.random(batch.positions.shape) < self._settings.on_policy
         replaced: Any = chosen & (batch.weights > 0)
         return mx.array(replaced)
 
     def _guess_tokens(self, weights: Weights, inputs: DeviceBatch, chosen: mx.array) -> mx.array:
-        """The tokens with the drafter's best guess after the chosen positions."""
+        """Return the tokens with the drafter's best guess after the chosen positions."""
         tokens, positions = inputs.tokens, inputs.positions
         columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
         guess = self._distribution.ids_of(columns)
@@ -223,7 +223,7 @@ class Trainer:
         change = mx.where(chosen, guess.astype(flat.dtype) - flat[following], 0)
         return flat.at[following].add(change).reshape(tokens.shape)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ validation
 
     def _measure_acceptance(self, weights: Weights, inputs: DeviceBatch) -> mx.array:
         tokens, positions, importance, _ = inputs
@@ -276,7 +276,7 @@ class _Clock:
         self._started = time.monotonic()
 
     def seconds(self) -> float:
-        """Spent so far."""
+        """Return the seconds spent so far."""
         return self._before + time.monotonic() - self._started
 
 
@@ -298,8 +298,8 @@ def _finite(loss: mx.array) -> float:
 
 
 def clip(gradient: Weights, largest: float) -> Weights:
-    """The gradient, scaled down if its norm exceeds `largest`."""
-    mlx: Any = optimizers  # its clipping has no types
+    """Return the gradient, scaled down if its norm exceeds `largest`."""
+    mlx: Any = optimizers  # its clipping lacks type hints
     scaled: Weights = mlx.clip_grad_norm(gradient, largest)[0]
     return scaled
 
@@ -313,7 +313,7 @@ def adamw(
     rate: mx.array,
     decay: float,
 ) -> tuple[Weights, Moments]:
-    """One step (Loshchilov, Hutter 2019); `count` is its number, from 1."""
+    """Make one AdamW step (Loshchilov, Hutter 2019); `count` is its number, from 1."""
     optimizer = optimizers.AdamW(0.0, betas=list(_BETAS), weight_decay=decay, bias_correction=True)
     optimizer.state["step"], optimizer.state["learning_rate"] = count, rate
     first, second, new = {}, {}, {}

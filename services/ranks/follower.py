@@ -129,7 +129,7 @@ def _serve(join: Join, leader: LeaderChannel) -> None:
         from services.ranks.mirror import StoreTwins  # noqa: PLC0415
         from services.ranks.sharding import load_part  # noqa: PLC0415
 
-        part = load_part(Path(join.model), group, join.split, join.kv_bytes, join.beside)
+        part = load_part(Path(join.model), group, join.split, join.kv_bytes, join.local_ranks)
         leader.send(Loaded(facts=part.facts))
         twins = StoreTwins(part.windows, bucketed=part.target.bucketed)
         while True:
@@ -146,5 +146,5 @@ def _serve(join: Join, leader: LeaderChannel) -> None:
     else:
         from services.ranks.sharding import bare_facts  # noqa: PLC0415
 
-        leader.send(Loaded(facts=bare_facts(group, join.beside)))
+        leader.send(Loaded(facts=bare_facts(group, join.local_ranks)))
         leader.receive()

@@ -84,7 +84,7 @@ class RankGroup(Closeable):
             model=settings.model,
             loads=self._loads,
             split=self._settings.split,
-            beside=self._settings.ranks_beside(follower.rank),
+            local_ranks=self._settings.ranks_beside(follower.rank),
             device=self.device,
             cores=follower.host.cores,
             threads=settings.threads if follower.host.is_local else 0,

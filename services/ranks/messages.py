@@ -26,7 +26,7 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     loads: bool
     """True to load the model; otherwise only the links are measured."""
     split: RankSplit
-    beside: int
+    local_ranks: int
     """Ranks that share the memory of this machine."""
     device: Device
     cores: list[int]

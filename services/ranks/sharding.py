@@ -71,7 +71,7 @@ def join_group(
 
 
 def load_part(
-    folder: Path, group: mx.distributed.Group, split: RankSplit, kv_bytes: int, beside: int
+    folder: Path, group: mx.distributed.Group, split: RankSplit, kv_bytes: int, local_ranks: int
 ) -> RankModel:
     """Load this rank's part of the model, and test it together with the others.
 
@@ -82,12 +82,12 @@ def load_part(
         group: see `join_group`.
         split: see `RankSplit`.
         kv_bytes: see `VerifierSettings`.
-        beside: ranks that share the memory of this machine, this one included.
+        local_ranks: ranks that share the memory of this machine, this one included.
 
     Raises:
         ModelError: the model cannot be divided like this, or its state cannot be rewound.
     """
-    loaded = load(folder, partial(_shard, group=group, split=split, beside=beside))
+    loaded = load(folder, partial(_shard, group=group, split=split, local_ranks=local_ranks))
     module = loaded.module
     wait_for_all(group)
     # A pipelined model sends and receives between its layers, for one sequence at a time.
@@ -97,12 +97,12 @@ def load_part(
             "a model whose state cannot be rewound cannot be spread over ranks; "
             "leave out --target-ranks and --hosts"
         )
-    facts = _facts_of(module, target, group, kv_bytes, beside)
+    facts = _facts_of(module, target, group, kv_bytes, local_ranks)
     return RankModel(loaded, target, facts)
 
 
 def _facts_of(
-    module: Any, target: TargetModel, group: mx.distributed.Group, kv_bytes: int, beside: int
+    module: Any, target: TargetModel, group: mx.distributed.Group, kv_bytes: int, local_ranks: int
 ) -> RankFacts:
     latency_ms, mbytes_per_s = measure_link(group)
     pass_ms, witness = _try_out(module, target.states)
@@ -111,7 +111,7 @@ def _facts_of(
         shares_passes=target.shares_passes,
         kv_tokens=count_kv_tokens(measure_kv(module, target.states.make), kv_bytes).tokens,
         weight_bytes=_bytes_of(module),
-        free_bytes=_free_bytes(beside),
+        free_bytes=_free_bytes(local_ranks),
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,
         part=_name_part(module, group),
@@ -133,9 +133,9 @@ def _try_out(module: Any, states: StateFactory) -> tuple[float, float]:
     return 1e3 * best_s, float(witness)
 
 
-def _free_bytes(beside: int) -> int:
+def _free_bytes(local_ranks: int) -> int:
     """Return the free memory of this rank; ranks of a machine without a GPU each share it."""
-    return free_for_mlx().bytes // (1 if compute_unit() == "cuda" else beside)
+    return free_for_mlx().bytes // (1 if compute_unit() == "cuda" else local_ranks)
 
 
 def _bytes_of(module: Any) -> int:
@@ -159,7 +159,7 @@ def is_pipelined(module: Any) -> bool:
     return int(getattr(getattr(module, "model", None), "pipeline_size", 1)) > 1
 
 
-def _shard(module: Any, *, group: mx.distributed.Group, split: RankSplit, beside: int) -> None:
+def _shard(module: Any, *, group: mx.distributed.Group, split: RankSplit, local_ranks: int) -> None:
     """Keep only this rank's part; the weights are lazy and those of others are never read."""
     if split or not hasattr(module, "shard"):
         stages = _stages_of(module)
@@ -170,7 +170,7 @@ def _shard(module: Any, *, group: mx.distributed.Group, split: RankSplit, beside
                 else "mlx-lm can neither shard nor pipeline this kind of model"
             )
         if split == "auto":
-            split = propose_split(_layer_sizes(module), _gather_strengths(group, beside))
+            split = propose_split(_layer_sizes(module), _gather_strengths(group, local_ranks))
         try:
             stages(group, split or None)
         except ValueError as error:
@@ -192,11 +192,11 @@ def _layer_sizes(module: Any) -> LayerSizes:
     return LayerSizes(len(layers), max(layers), _bytes_of(module) - sum(layers))
 
 
-def _gather_strengths(group: mx.distributed.Group, beside: int) -> list[Strength]:
+def _gather_strengths(group: mx.distributed.Group, local_ranks: int) -> list[Strength]:
     """Gather the strengths of all ranks, the same list on each."""
     wait_for_all(group)
     speed = measure_reading()
-    own = mx.array([[float(_free_bytes(beside)), speed]])
+    own = mx.array([[float(_free_bytes(local_ranks)), speed]])
     rows: Any = mx.distributed.all_gather(own, group=group).tolist()
     return [Strength(int(free), speed) for free, speed in rows]
 
@@ -219,7 +219,7 @@ def plan_division(
     try:
         if _stages_of(module) is not None:
             proposal = propose_split(_layer_sizes(module), ranks)
-        _shard(module, group=group, split=proposal if split == "auto" else split, beside=1)
+        _shard(module, group=group, split=proposal if split == "auto" else split, local_ranks=1)
     except ModelError as error:
         return Division("", str(error), proposal)
     return Division(_name_part(module, group), "", proposal)
@@ -243,10 +243,10 @@ def _head_counts(module: nn.Module) -> Iterator[int]:
                 yield count
 
 
-def bare_facts(group: mx.distributed.Group, beside: int) -> RankFacts:
+def bare_facts(group: mx.distributed.Group, local_ranks: int) -> RankFacts:
     """Return the facts of a rank without a model, and of its link.
 
-    All ranks must call this at the same time; `beside` as for `load_part`.
+    All ranks must call this at the same time; `local_ranks` as for `load_part`.
     """
     wait_for_all(group)
     speed = measure_reading()
@@ -256,7 +256,7 @@ def bare_facts(group: mx.distributed.Group, beside: int) -> RankFacts:
         shares_passes=False,
         kv_tokens=0,
         weight_bytes=0,
-        free_bytes=_free_bytes(beside),
+        free_bytes=_free_bytes(local_ranks),
         read_bytes_s=speed,
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,

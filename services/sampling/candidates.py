@@ -121,7 +121,7 @@ def _process_row(processor: LogitsProcessor, top: Top, vocabulary: int) -> Top:
 
 
 def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
-    """Return the candidates under the target's sampling noise, the likeliest choice first.
+    """Return the candidates under the target's sampling noise, the most probable choice first.
 
     The target's choice is the argmax of its logits + T g, and g is known. So the drafter's best
     guess is the argmax of its own logits + T g, and the runners-up follow in that order. The two

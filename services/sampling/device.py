@@ -196,7 +196,7 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
 def guess(
     rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
-    """Return the `width` likeliest choices of the target after each row, on the device.
+    """Return the `width` most probable target choices after each row, on the device.
 
     They equal those of `candidates.perturb`, except that without filters every token of the head is
     a candidate: finding the best few would take longer than adding noise to all.
@@ -209,7 +209,7 @@ def guess(
         sampling: what the rules were written for, apart from seed and temperature.
 
     Returns:
-        [rows] int32, the likeliest; and [2, rows, width] float32, which holds any id exactly: the
+        [rows] int32, the best; and [2, rows, width] float32, which holds any id exactly: the
             ids of all, and the confidence of each.
     """
     if compute_unit() == "cuda":

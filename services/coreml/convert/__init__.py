@@ -1,1 +1,1 @@
-"""Conversion of a model to CoreML. The only folder that builds programs."""
+"""Conversion of a model to CoreML. Only this package builds programs."""

@@ -15,7 +15,7 @@ from coremltools.converters.mil.mil import types as _types
 from protocol.decoding.sampler import Floats
 from services.coreml.convert.compression import Packed
 
-# coremltools makes its operations at run time, so they have no types.
+# coremltools creates its operations at run time, so they have no types.
 mb: Any = Builder
 types: Any = _types
 MilFunction: Any = mil.Function
@@ -35,8 +35,8 @@ def _column(values: npt.NDArray[Any]) -> Any:
 
 
 def dense(x: Var, weight: Packed, bias: Floats | None, name: str) -> Var:
-    """A linear layer."""
-    late = weight.palettes.size > 0  # palettes leave the rows' scales to a multiplication
+    """Build a linear layer."""
+    late = weight.palettes.size > 0  # with palettes, rows are scaled by a multiplication afterwards
     early_bias = None if bias is None or late else bias.astype(np.float16)
     options = {} if early_bias is None else {"bias": early_bias}
     y = mb.conv(x=x, weight=_constant(weight, name), pad_type="valid", name=name, **options)
@@ -63,11 +63,11 @@ def _constant(weight: Packed, name: str) -> Var:
 
 
 def rms_norm(x: Var, weight: Floats, eps: float, name: str) -> Var:
-    """RMSNorm over axis 1 that float16 cannot overflow.
+    """Build an RMSNorm over axis 1 that float16 cannot overflow.
 
-    The residual stream of a small Llama reaches 25 000, whose square float16 does not know.
-    Divided by its peak m first, with eps divided by m squared, it is the same function and
-    no value on the way exceeds 1 by much.
+    The residual stream of a small Llama reaches 25 000, whose square exceeds float16. Divided by
+    its peak m first, with eps divided by m squared, the function is the same and no intermediate
+    value exceeds 1 by much.
     """
     peak = mb.reduce_max(x=mb.abs(x=x), axes=[1], keep_dims=True)
     inverse = mb.real_div(x=np.float16(1.0), y=mb.maximum(x=peak, y=_SMALLEST_PEAK))
@@ -80,7 +80,7 @@ def rms_norm(x: Var, weight: Floats, eps: float, name: str) -> Var:
 
 
 def rotate(x: Var, cos: Var, sin: Var) -> Var:
-    """RoPE, half-split: [heads, head_dim, 1, tokens] -> the same."""
+    """Build RoPE, half-split: [heads, head_dim, 1, tokens] -> the same."""
     a, b = mb.split(x=x, num_splits=2, axis=1)
     low = mb.sub(x=mb.mul(x=a, y=cos), y=mb.mul(x=b, y=sin))
     high = mb.add(x=mb.mul(x=b, y=cos), y=mb.mul(x=a, y=sin))
@@ -88,12 +88,12 @@ def rotate(x: Var, cos: Var, sin: Var) -> Var:
 
 
 def by_head(x: Var) -> Var:
-    """[heads, head_dim, 1, tokens] -> [1, heads, tokens, head_dim]."""
+    """Reshape [heads, head_dim, 1, tokens] to [1, heads, tokens, head_dim]."""
     return mb.transpose(x=x, perm=[2, 0, 3, 1])
 
 
 def attend(queries: Var, keys: Var, values: Var, mask: Var) -> Var:
-    """Attention of [1, kv_heads, group * tokens, head_dim]: one product for all query heads."""
+    """Attend from [1, kv_heads, group * tokens, head_dim]: one product for all query heads."""
     scores = mb.matmul(x=queries, y=keys, transpose_y=True)
     weights = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1)
     return mb.matmul(x=weights, y=values)
@@ -102,10 +102,8 @@ def attend(queries: Var, keys: Var, values: Var, mask: Var) -> Var:
 def best_tokens(logits: Var, width: int, first: int) -> tuple[Var, Var, Var, Var]:
     """Return best values, their columns, the peak and the sum of exp(x - peak).
 
-    Logits are [1, rows, 1, tokens].
-
-    `first` is the column of the head at which these rows start. There is no logarithm: the
-    host takes it, in float32.
+    Logits are [1, rows, 1, tokens]. `first` is the column of the head at which these rows start.
+    The host takes the logarithm, in float32.
     """
     values, columns = mb.topk(x=logits, k=width, axis=1, sort=True)
     columns = mb.add(x=columns, y=np.int32(first))

@@ -1,8 +1,8 @@
-"""Weights made smaller before they enter a program: int8, or palettes by groups of output rows.
+"""Compress weights before they enter a program: int8, or palettes by groups of output rows.
 
-coremltools' own passes refuse programs of several functions, and its default 4-bit palette,
-one for a whole matrix, ruins a small model; so the compressed constants are made here and
-handed to the builder, where any number of functions share them.
+coremltools' own passes refuse programs of several functions, and its default 4-bit palette, one for
+a whole matrix, ruins a small model; so the compressed constants are made here and given to the
+builder, where any number of functions share them.
 """
 
 from typing import NamedTuple
@@ -20,19 +20,19 @@ GROUP = 16
 
 
 class Packed(NamedTuple):
-    """One weight matrix [rows, columns] in the form in which it is stored."""
+    """One weight matrix [rows, columns] as it is stored."""
 
     bits: int
     """16: `data` is the matrix itself; 8 with an empty palette: int8 with a scale per row."""
     data: npt.NDArray[np.generic]
     """[rows, columns] float16, int8, or uint8 indices into the palette of the row's group."""
     palettes: npt.NDArray[np.float16]
-    """[groups, 2**bits]; without rows if there are none."""
+    """[groups, 2**bits]; no rows if there are none."""
     scales: npt.NDArray[np.float16]
-    """[rows] what each row is multiplied by; empty if nothing is."""
+    """[rows] factor of each row; empty if there is none."""
 
     def dense(self) -> Floats:
-        """The matrix that this stands for, float32."""
+        """Return the matrix it represents, float32."""
         matrix: Floats
         if self.palettes.size:
             group = len(self.data) // len(self.palettes)
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
         return matrix * self.scales.astype(np.float32)[:, None] if self.scales.size else matrix
 
     def rows(self, part: slice) -> "Packed":
-        """Some of the rows; a palettised matrix is cut between groups."""
+        """Return some of the rows; a palettised matrix is cut between groups."""
         group = len(self.data) // len(self.palettes) if self.palettes.size else 1
         palettes = self.palettes[part.start // group : -(-part.stop // group)]
         return Packed(self.bits, self.data[part], palettes, self.scales[part])
@@ -53,10 +53,10 @@ Doubles = npt.NDArray[np.float64]
 
 _BINS = 64
 _ROUNDS = 100
-"""Most iterations of k-means; it settles after about twenty."""
+"""Most iterations of k-means; it converges after about twenty."""
 
 _SMALLEST_SCALE = 2.0**-14
-"""float16's smallest normal number; devices may take what is below for 0."""
+"""float16's smallest normal number; devices may flush smaller ones to 0."""
 
 _NONE = np.zeros(0, np.float16)
 
@@ -75,7 +75,7 @@ def pack(matrix: Floats, compression: Compression) -> Packed:
 
 
 def _palettise(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> Packed:
-    """k-means per group of rows; an error weighs as much as its row's scale."""
+    """Run k-means per group of rows; an error is weighted by its row's scale."""
     group = GROUP if len(matrix) % GROUP == 0 else len(matrix)
     indices = np.empty(matrix.shape, np.uint8)
     palettes = np.zeros((len(matrix) // group, 2**bits), np.float16)
@@ -95,12 +95,11 @@ def _palettise(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> Pa
 
 
 def _centres(points: Doubles, mass: Doubles, count: int) -> Doubles:
-    """Weighted k-means of points in rising order; at most `count` centres, in rising order.
+    """Run weighted k-means on ascending points; return at most `count` ascending centres.
 
-    Lloyd's iteration with running sums, begun where Bennett's law of quantisation puts the
-    centres: as densely as the cube root of the mass. Its squared error is within a tenth of the
-    least possible on random weights, for a hundredth of the time of the exact
-    algorithm.
+    Lloyd's iteration with running sums, initialised by Bennett's law of quantisation: as densely as
+    the cube root of the mass. Its squared error is within a tenth of the minimum on random weights,
+    for a hundredth of the time of the exact algorithm.
     """
     if len(points) <= count:
         return points
@@ -112,7 +111,7 @@ def _centres(points: Doubles, mass: Doubles, count: int) -> Doubles:
     for _ in range(_ROUNDS):
         cuts = np.concatenate([[0], np.searchsorted(points, _borders(centres)), [len(points)]])
         masses, moments = np.diff(total[cuts]), np.diff(moment[cuts])
-        # A centre to which no point belongs stays where it is.
+        # A centre without points stays where it is.
         moved = np.where(masses > 0, moments / np.maximum(masses, 1e-300), centres)
         if np.array_equal(moved, centres):
             break
@@ -121,6 +120,6 @@ def _centres(points: Doubles, mass: Doubles, count: int) -> Doubles:
 
 
 def _borders(centres: Doubles) -> Doubles:
-    """Between each two neighbours."""
+    """Return the midpoint between each two neighbours."""
     borders: Doubles = (centres[1:] + centres[:-1]) / 2
     return borders

@@ -1,4 +1,4 @@
-"""From a model folder to a converted one."""
+"""Convert a model folder."""
 
 import platform
 import shutil
@@ -18,13 +18,13 @@ from services.coreml.functions import functions_of, parts_of
 from services.coreml.manifest import EMBEDDING, Manifest, Versions, write_manifest
 
 Report = Callable[[str, float], None]
-"""Called with what is being done and the share that is done."""
+"""Called with the current activity and the share that is done."""
 
 _COPIED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def convert(settings: ConvertSettings, folder: Path, report: Report) -> Manifest:
-    """Write the converted model into `folder`, which is made.
+    """Write the converted model into `folder`, which is created.
 
     Raises:
         ModelError: the model cannot be converted.
@@ -59,7 +59,7 @@ def convert(settings: ConvertSettings, folder: Path, report: Report) -> Manifest
 
 
 def _write_parts(source: Source, manifest: Manifest, folder: Path, report: Report) -> None:
-    """Each part is a step of building and one of lowering, which takes three times as long."""
+    """Write each part: build it, then lower it, which takes three times as long."""
     count = len(manifest.parts)
     for number, part in enumerate(manifest.parts):
         report("building", number / count)

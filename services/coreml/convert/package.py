@@ -11,9 +11,9 @@ from coremltools.converters.mil.mil.passes import pass_pipeline
 from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipeline
 from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
-# Our programs are float16, unfused and free of dead code already: of the common passes
-# these remain. The manager of passes would also check the whole program after each one, which
-# takes most of a conversion.
+# Our programs are float16, unfused and free of dead code already: of the common passes these
+# remain. The pass manager would also check the whole program after each one, which takes most of a
+# conversion.
 _PASSES = [
     "common::const_elimination",
     "common::const_deduplication",
@@ -28,10 +28,10 @@ _PASSES = [
 def save(program: Any, path: Path) -> None:
     """Lower a MIL program and write it to `path`.
 
-    The public converter writes the weights of every function anew (1285 MB instead of 272 for
-    seven functions of a 135M model), and its optimisers refuse several functions. So the
-    passes run here, then equal constants of different functions get one blob. These are
-    internals of coremltools 9, which `pyproject.toml` pins; a test holds the size.
+    The public converter writes the weights of every function separately (1285 MB instead of 272 for
+    seven functions of a 135M model), and its optimisers refuse several functions. So the passes run
+    here, then equal constants of different functions get one blob. These are internals of
+    coremltools 9, which `pyproject.toml` pins; a test checks the size.
     """
     _quieten()
     for name in [*_PASSES, *PassPipeline.get_pipeline("backend_mlprogram").passes]:
@@ -56,7 +56,7 @@ def save(program: Any, path: Path) -> None:
 
 
 def _quieten() -> None:
-    """Its progress bar and hints are not ours to show."""
+    """Silence its progress bar and hints."""
     logging.getLogger("coremltools").setLevel(logging.ERROR)
     pass_pipeline.tqdm = _bare
 

@@ -1,7 +1,7 @@
 """Compare a package with its model after the same texts, on real prompts.
 
-The texts are greedy answers: the target's, if there is one, else the model's own. The package
-is *teacher-forced* along them, since in float16 one rounding tie would part two free runs.
+The texts are greedy answers: the target's, if there is one, otherwise the model's own. The package
+is *teacher-forced* along them, since in float16 one rounding tie would make two free runs diverge.
 """
 
 from pathlib import Path
@@ -36,10 +36,10 @@ class ParityDistributions(NamedTuple):
     rows: Floats
     """[positions, columns] float32."""
     ids: Ids
-    """[columns] the token that each stands for."""
+    """[columns] token id of each column."""
 
     def probabilities(self, vocabulary: int) -> Floats:
-        """[positions, vocabulary]."""
+        """Return [positions, vocabulary]."""
         powers = np.exp(self.rows - self.rows.max(axis=1, keepdims=True))
         spread = np.zeros((len(powers), vocabulary), np.float32)
         spread[:, self.ids] = powers / powers.sum(axis=1, keepdims=True)
@@ -47,7 +47,7 @@ class ParityDistributions(NamedTuple):
 
 
 class ParityModel:
-    """A model under mlx-lm: writes texts, and gives its distributions after any."""
+    """A model under mlx-lm: writes texts, and returns its distributions after any."""
 
     def __init__(self, folder: Path) -> None:
         loaded = load(folder)
@@ -57,7 +57,7 @@ class ParityModel:
         self._ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
 
     def answer(self, prompt: Tokens, count: int) -> AnsweredPrompt:
-        """`count` tokens, greedily."""
+        """Return `count` tokens, greedily."""
         cache, fed = make_prompt_cache(self._module), prompt
         answer: Tokens = []
         for _ in range(count):
@@ -67,7 +67,7 @@ class ParityModel:
         return AnsweredPrompt(prompt, answer)
 
     def distributions(self, texts: list[AnsweredPrompt]) -> ParityDistributions:
-        """After the prompt and after each token of the answer but the last."""
+        """Return distributions after the prompt and after each token of the answer but the last."""
         rows = []
         for text in texts:
             whole = mx.array([text.prompt + text.answer[:-1]])
@@ -78,7 +78,7 @@ class ParityModel:
 
 
 def fit_prompts(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
-    """The ends of the prompts, as much as the state takes beside an answer."""
+    """Return the ends of the prompts that fit into the state together with an answer."""
     room = slots - 2 * count
     if room < 1:
         raise UsageError(f"{count} tokens to compare do not fit into {slots} slots")
@@ -88,7 +88,7 @@ def fit_prompts(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
 def candidates(
     model: ConvertedModel, texts: list[AnsweredPrompt], route: Route = "tree"
 ) -> list[Top]:
-    """The package's best tokens at the same positions, by the functions of a route."""
+    """Return the package's best tokens at the same positions, by the functions of a route."""
     tops: list[Top] = []
     for text in texts:
         state, start = model.new_state(), 0
@@ -103,7 +103,7 @@ def candidates(
 
 
 def _next_call(model: ConvertedModel, route: Route, start: int, unused: int) -> tuple[str, int]:
-    """(function, most tokens); no candidates are wanted after the next `unused` tokens."""
+    """Return (function, most tokens); no candidates are needed after the next `unused` tokens."""
     name = "tree" if route == "tree" else "decode"
     if unused > 0 and route != "decode":
         name = "prefill"
@@ -114,7 +114,7 @@ def _next_call(model: ConvertedModel, route: Route, start: int, unused: int) -> 
 
 
 def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
-    """How near the package is to the model."""
+    """Compute how close the package is to the model."""
     best = np.sort(reference.rows, axis=1)[:, -2:]
     margins = best[:, 1] - best[:, 0]
     chosen = reference.ids[reference.rows.argmax(axis=1)]
@@ -142,7 +142,7 @@ def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
 
 
 def _divergence(reference: ParityDistributions, tops: list[Top]) -> float:
-    """Mean KL(model || package) over the reported tokens, all others taken together."""
+    """Return mean KL(model || package) over the reported tokens, all others taken together."""
     totals = np.logaddexp.reduce(reference.rows.astype(np.float64), axis=1)
     column = {int(token): index for index, token in enumerate(reference.ids)}
     found = []
@@ -168,7 +168,7 @@ def acceptance(target: ParityDistributions, vocabulary: int, tops: list[Top]) ->
 
 
 def tops_of(reference: ParityDistributions, width: int) -> list[Top]:
-    """The model's own candidates, as a package would report them."""
+    """Return the model's own candidates, as a package would report them."""
     columns = np.argsort(-reference.rows, axis=1)[:, :width]
     logits = np.take_along_axis(reference.rows, columns, axis=1)
     totals = np.logaddexp.reduce(reference.rows, axis=1)

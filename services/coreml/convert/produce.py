@@ -1,4 +1,4 @@
-"""One run of `ssd convert`: convert, compare, and only then put the folder in its place."""
+"""One run of `ssd convert`: convert, compare, and only then move the folder into place."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ _CALLS = 5
 
 
 def say(event: ConvertEvent) -> None:
-    """One line on stdout."""
+    """Print one line to stdout."""
     sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
     sys.stdout.flush()
 

@@ -1,15 +1,16 @@
-"""A decoder as MIL functions, straight from its weights; no other framework in between.
+"""A decoder as MIL functions, built directly from its weights without another framework.
 
-Order is not stored in the state: a *slot* is a row of it, the RoPE tables come in as data, and
-a mask says which slots a query sees. So any tree of branches is a matter of masks, and
-forking or rewinding moves nothing.
+The state stores no order: a *slot* is a row of it, the RoPE tables are inputs, and a mask selects
+the slots a query attends to. So any tree of branches is a matter of masks, and forking or rewinding
+moves nothing.
 
-Inputs: `x` [1, width, 1, tokens] embeddings; `cos`, `sin` [1, head_dim/2, 1, tokens];
-`mask_cache` [1, 1, tokens, slots] and `mask_new` [1, 1, tokens, tokens], 0 or `MASKED`. With
-states: `slot` [1], or `scatter` [1, 1, slots, tokens] and `keep` [1, 1, slots, 1]; without:
-`past_keys`, `past_values` [layers, kv_heads, slots, head_dim].
-Outputs: `hidden` of a part that is not the last; of a head `values`, `columns`, `peaks`,
-`sums`; without states `new_keys`, `new_values` [layers, kv_heads, tokens, head_dim].
+Inputs: `x` [1, width, 1, tokens] embeddings; `cos`, `sin` [1, head_dim/2, 1, tokens]; `mask_cache`
+[1, 1, tokens, slots] and `mask_new` [1, 1, tokens, tokens], 0 or `MASKED`. With states: `slot` [1],
+or `scatter` [1, 1, slots, tokens] and `keep` [1, 1, slots, 1]; without: `past_keys`, `past_values`
+[layers, kv_heads, slots, head_dim].
+
+Outputs: `hidden` of a part that is not the last; of a head `values`, `columns`, `peaks`, `sums`;
+without states `new_keys`, `new_values` [layers, kv_heads, tokens, head_dim].
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ class _Past(NamedTuple):
 
 
 def build(source: Source, plan: PackageOptions, functions: list[PackageFunction]) -> Any:
-    """The program of one part; the first function is its default."""
+    """Build the program of one part; the first function is its default."""
     program = MilProgram()
     for function in functions:
         program.add_function(function.name, _Builder(source, plan, function).build())
@@ -129,7 +130,7 @@ class _Builder:
         return self._outputs(given, past, (keys, values), x)
 
     def _is_done_after(self, index: int) -> bool:
-        """The last keys and values are all that a prefill wants of the last layer."""
+        """Return True if a prefill needs only the keys and values of this layer, the last."""
         last = index == self._plan.part.layers - 1
         return last and self._last_part and not self._function.head
 
@@ -154,12 +155,12 @@ class _Builder:
         elif self._function.head:
             outputs += self._head(x)
         elif self._function.stateful:
-            # CoreML wants an output of every function.
+            # CoreML requires an output of every function.
             outputs.append(mb.slice_by_index(x=new[0], begin=[0] * 4, end=[1] * 4, name="done"))
         return outputs
 
     def _write(self, given: dict[str, Var], past: _Past, new: tuple[Var, Var]) -> None:
-        """All layers at once, at the end: should a device refuse it, only the tail falls off."""
+        """Write all layers at the end: if a device refuses the write, only the tail falls back."""
         for name, old, rows in (("keys", past.keys, new[0]), ("values", past.values, new[1])):
             if self._plan.state_write == "slice":
                 layers, heads, tokens, size = rows.shape
@@ -208,12 +209,12 @@ class _Layer:
         return dense(x, self._source.weight(path, scale), scaled_bias, f"{self._prefix}_{name}")
 
     def norm(self, x: Var, layer: str, name: str) -> Var:
-        """One of the layer's norms."""
+        """Build one of the layer's norms."""
         weight = self._source.vector(f"{self._path}.{layer}.weight")
         return rms_norm(x, weight, self._source.architecture.eps, f"{self._prefix}_{name}")
 
     def _heads(self, x: Var, heads: int, norm: str) -> Var:
-        """[1, heads * head_dim, 1, tokens] -> [heads, head_dim, 1, tokens], normed (Qwen 3)."""
+        """Reshape [1, heads * head_dim, 1, tokens] to [heads, head_dim, 1, tokens], and norm (Qwen)."""
         size = self._source.architecture.head_dim
         x = mb.reshape(x=x, shape=[heads, size, 1, self._tokens])
         layer = f"self_attn.{norm}"
@@ -221,14 +222,14 @@ class _Layer:
         return self.norm(x, layer, norm) if known else x
 
     def key_value(self, h: Var, cos: Var, sin: Var) -> tuple[Var, Var]:
-        """The new keys, rotated, and values: [1, kv_heads, tokens, head_dim] each."""
+        """Return the new keys, rotated, and values: [1, kv_heads, tokens, head_dim] each."""
         heads = self._source.architecture.kv_heads
         key = self._heads(self._dense(h, "self_attn.k_proj", "k"), heads, "k_norm")
         value = self._heads(self._dense(h, "self_attn.v_proj", "v"), heads, "no_norm")
         return by_head(rotate(key, cos, sin)), by_head(value)
 
     def queries(self, h: Var, cos: Var, sin: Var) -> Var:
-        """[1, kv_heads, group * tokens, head_dim], scaled for the softmax."""
+        """Return [1, kv_heads, group * tokens, head_dim], scaled for the softmax."""
         model = self._source.architecture
         scale = model.head_dim**-0.5
         # A power of two costs no precision inside the weights; a norm would undo it there.
@@ -241,7 +242,7 @@ class _Layer:
         return mb.reshape(x=x, shape=[1, model.kv_heads, model.group * self._tokens, -1])
 
     def close(self, x: Var, attended: Var) -> Var:
-        """Output projection, MLP, and both residual sums."""
+        """Build the output projection, the MLP, and both residual sums."""
         model = self._source.architecture
         shape = [1, model.heads, self._tokens, model.head_dim]
         heads = mb.transpose(x=mb.reshape(x=attended, shape=shape), perm=[0, 1, 3, 2])

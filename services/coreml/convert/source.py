@@ -1,4 +1,4 @@
-"""A model on its way into a program: its tensors, each compressed once."""
+"""The tensors of a model during conversion, each compressed once."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ HEAD_FILE = "draft_head.json"
 
 
 class Source:
-    """The model in a folder, as the builder wants it."""
+    """The model in a folder, in the form that the builder needs."""
 
     def __init__(self, folder: Path, compression: Compression) -> None:
         """Open the folder; raises ModelError if it cannot be converted."""
@@ -34,18 +34,18 @@ class Source:
 
     @property
     def head_size(self) -> int:
-        """Columns of the logits."""
+        """Number of columns of the logits."""
         return self.architecture.vocabulary if self.head_ids is None else len(self.head_ids)
 
     def weight(self, layer: str, scale: float = 1.0) -> Packed:
-        """The weight of a linear layer, times `scale`."""
+        """Return the weight of a linear layer, times `scale`."""
         key = (layer, scale)
         if key not in self._packed:
             self._packed[key] = pack(self._weights.matrix(layer) * scale, self._compression)
         return self._packed[key]
 
     def head(self) -> Packed:
-        """The output head, [columns, width]."""
+        """Return the output head, [columns, width]."""
         key = ("head", 1.0)
         if key not in self._packed:
             tied = self.architecture.tied
@@ -55,15 +55,15 @@ class Source:
         return self._packed[key]
 
     def embedding(self) -> Floats:
-        """[vocabulary, width]."""
+        """Return the embedding, [vocabulary, width]."""
         return self._weights.matrix("model.embed_tokens")
 
     def vector(self, name: str) -> Floats:
-        """A norm's weight."""
+        """Return a norm's weight."""
         return self._weights.vector(name)
 
     def bias(self, layer: str) -> Floats | None:
-        """The bias of a linear layer, if it has one."""
+        """Return the bias of a linear layer, if it has one."""
         name = f"{layer}.bias"
         return self._weights.vector(name) if name in self._weights else None
 

@@ -1,6 +1,6 @@
-"""The tensors of a model folder as numpy arrays: safetensors, also MLX-quantised, without MLX.
+"""Read a model folder's tensors as numpy arrays without MLX: safetensors, also MLX-quantised.
 
-The numpy side of the `safetensors` package does not know bfloat16, hence our own reader.
+The numpy side of the `safetensors` package does not support bfloat16, hence our own reader.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 
 
 class ModelTensors:
-    """All tensors of a folder's `*.safetensors`, mapped, read when asked for."""
+    """All tensors of a folder's `*.safetensors`, memory-mapped and read on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Map the files; raises ModelError if there are none or one is broken."""
@@ -52,10 +52,10 @@ class ModelTensors:
         return name in self._entries
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A tensor as it is stored; bfloat16 as float32.
+        """Return a tensor as it is stored; bfloat16 as float32.
 
         Raises:
-            ModelError: there is none of this name, or of this type.
+            ModelError: there is none of this name, or its type is unknown.
         """
         if name not in self._entries:
             raise ModelError(f"the model {str(self._folder)!r} has no tensor {name}")
@@ -68,7 +68,7 @@ class ModelTensors:
         return stored
 
     def matrix(self, layer: str) -> Floats:
-        """The weight of a linear or embedding layer, [rows, columns] float32, dequantised."""
+        """Return a linear or embedding layer's weight, [rows, columns] float32, dequantised."""
         stored = self.tensor(f"{layer}.weight")
         if f"{layer}.scales" not in self:
             return stored.astype(np.float32)
@@ -84,7 +84,7 @@ class ModelTensors:
         return dense
 
     def vector(self, name: str) -> Floats:
-        """A bias or a norm's weight, float32."""
+        """Return a bias or a norm's weight, float32."""
         found: Floats = self.tensor(name).astype(np.float32)
         return found
 
@@ -102,7 +102,7 @@ def _map_file(file: Path) -> dict[str, _Entry]:
 
 
 def _unpack(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """MLX's packed integers: contiguous little-endian bit fields, row by row."""
+    """Unpack MLX's packed integers: contiguous little-endian bit fields, row by row."""
     rows = len(words)
     stream = np.unpackbits(
         np.ascontiguousarray(words).view(np.uint8).reshape(rows, -1), axis=1, bitorder="little"
@@ -113,7 +113,7 @@ def _unpack(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """A hash of everything that a conversion reads of a model folder."""
+    """Hash everything that a conversion reads of a model folder."""
     digest = hashlib.sha256()
     names = ("config.json", "draft_head.json", "tokenizer.json")
     files = [folder / name for name in names] + sorted(folder.glob("*.safetensors"))

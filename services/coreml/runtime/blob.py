@@ -1,4 +1,4 @@
-"""Reads constants of a saved package: `weight.bin` (MIL blob storage 2) and immediate values."""
+"""Read constants of a saved package: `weight.bin` (MIL blob storage 2) and immediate values."""
 
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,13 @@ _GRID = np.float32(0.75)
 
 
 def to_float16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Rounded as float16 rounds, ties to even, and still float32.
+    """Round like float16, ties to even, staying float32.
 
-    The same as numpy's own two casts, which take ten times as long.
+    The result equals numpy's two casts, which take ten times as long.
     """
     magnitude = np.abs(array)
     if not magnitude.max(initial=0) < _LARGEST:
-        # What is too large becomes infinite; that and NaN are left to numpy.
+        # Values that are too large become infinite; these and NaN are left to numpy.
         with np.errstate(over="ignore"):
             return array.astype(np.float16).astype(np.float32)
     bits = array.view(np.uint32)
@@ -52,7 +52,7 @@ def to_float16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def unpack(raw: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.uint8]:
-    """Unsigned integers of a few bits, contiguous, least significant bit first."""
+    """Unpack unsigned integers of a few bits, contiguous, least significant bit first."""
     fields = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
     weighted = fields << np.arange(bits, dtype=np.uint8)
     values: npt.NDArray[np.uint8] = weighted.sum(axis=1, dtype=np.uint8)
@@ -69,7 +69,7 @@ def _view_as(raw: npt.NDArray[np.uint8], kind: int, count: int) -> Array:
 
 
 def shape_of(value_type: Any) -> tuple[int, tuple[int, ...]]:
-    """(data type, shape) of a tensor or of what a state wraps."""
+    """Return (data type, shape) of a tensor or of a state's content."""
     which = value_type.WhichOneof("type")
     tensor = (
         value_type.tensorType
@@ -88,7 +88,7 @@ class Constants:
         self._read: dict[tuple[str, int, tuple[int, ...]], Array] = {}
 
     def value(self, value: Any) -> Any:
-        """A constant as an array, float16 as float32; a string as itself."""
+        """Return a constant as an array, float16 as float32; a string as itself."""
         kind, shape = shape_of(value.type)
         if value.WhichOneof("value") == "blobFileValue":
             where = value.blobFileValue
@@ -123,5 +123,5 @@ def _immediate(tensor: Any, kind: int, shape: tuple[int, ...]) -> Any:
 
 
 def _widen(array: Array) -> Array:
-    """float16 is computed with in float32, which numpy does faster, and rounded after each op."""
+    """Widen float16 to float32, which numpy computes faster; each op rounds its result."""
     return array.astype(np.float32) if array.dtype == np.float16 else array

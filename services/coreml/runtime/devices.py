@@ -8,7 +8,7 @@ _NAMES = {"MLCPUComputeDevice": "cpu", "MLGPUComputeDevice": "gpu"}
 
 
 def units() -> list[str]:
-    """One word for each device that CoreML lists; the Neural Engine with its cores."""
+    """Return one word for each device that CoreML lists; the Neural Engine with its cores."""
     devices: list[Any] = compute_device.MLComputeDevice.get_all_compute_devices()
     return [_name(device) for device in devices]
 

@@ -21,22 +21,22 @@ class PackageExecutor(Protocol):
 
     @property
     def compute_unit(self) -> str:
-        """Where it computes, as far as that is known, rather than where it was asked to."""
+        """The device that computes, if known, rather than the requested one."""
         ...
 
     def new_state(self, part: int) -> State:
-        """An empty state for one part of the model."""
+        """Return an empty state for one part of the model."""
         ...
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: State | None
     ) -> dict[str, Array]:
-        """Call a function of a part; writes what it declares to write into the state."""
+        """Call a function of a part; updates the state as the function declares."""
         ...
 
 
 class ReferenceExecutor:
-    """The packages in numpy: exact about meaning and rounding, nothing about speed."""
+    """Runs the packages in numpy: exact in meaning and rounding, without relation to speed."""
 
     compute_unit = "reference"
 
@@ -56,10 +56,10 @@ class ReferenceExecutor:
 
 
 def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> PackageExecutor:
-    """The executor for these units; `auto` is the Neural Engine on macOS, else the reference.
+    """Return the executor for these units; `auto`: Neural Engine on macOS, else the reference.
 
     Raises:
-        UsageError: CoreML is asked for where there is none.
+        UsageError: CoreML is requested where there is none.
     """
     if units == "reference" or (units == "auto" and sys.platform != "darwin"):
         return ReferenceExecutor(folder, manifest)
@@ -74,9 +74,9 @@ def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> Packag
 
 
 def limit_threads(threads: int) -> None:
-    """Hold numpy's BLAS to this many threads.
+    """Limit numpy's BLAS to this many threads.
 
-    It counts the machine's cores when it is loaded, before this process is pinned to its own,
-    and threads that share a core wait for each other.
+    It counts the machine's cores when it is loaded, before this process is pinned to its own, and
+    threads that share a core wait for each other.
     """
     threadpool_limits(limits=threads, user_api="blas")

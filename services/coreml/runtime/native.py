@@ -1,7 +1,7 @@
-"""Converted packages under CoreML itself. macOS only; never run on the machines that test us.
+"""Converted packages under CoreML itself. macOS only; not covered by tests on other systems.
 
-Compiled models are kept beside the package, by version of the system. Every load and every
-call has a limit (`watchdog.py`).
+Compiled models are stored next to the package, by system version. Every load and every call has a
+limit (`watchdog.py`).
 """
 
 import logging
@@ -48,7 +48,7 @@ class NativeExecutor:
     """Run a package through CoreML."""
 
     def __init__(self, folder: Path, manifest: Manifest, units: ComputeUnits) -> None:
-        """Compile if that has not been done, and load every function.
+        """Compile if necessary, and load every function.
 
         Raises:
             ModelError: CoreML refuses a function.
@@ -57,7 +57,7 @@ class NativeExecutor:
         self._compiled = [_compile(folder, part.file) for part in manifest.parts]
         self._models: list[dict[str, Any]] = []
         self.load_ms: dict[str, float] = {}
-        """Per function, of all parts together."""
+        """Function -> load time of all parts together."""
         for path in self._compiled:
             loaded = {f.name: self._load(path, f) for f in manifest.functions}
             self._models.append(loaded)
@@ -102,12 +102,12 @@ def _cache(folder: Path) -> Path:
 
 
 def _compile(folder: Path, file: str) -> Path:
-    """The compiled form of a package, made once per version of the system."""
+    """Return the compiled form of a package, made once per system version."""
     place = _cache(folder) / Path(file).with_suffix(".mlmodelc").name
     if place.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    # The watchdog ends a process that hangs, which leaves its scratch.
+    # The watchdog ends a process that hangs, which leaves its scratch files.
     remove_leftovers(place.parent)
     with temporary_folder(place) as scratch:
         try:
@@ -120,7 +120,7 @@ def _compile(folder: Path, file: str) -> Path:
 
 
 def _put(made: Path, place: Path) -> None:
-    """Verifier and drafter may compile one package at once: the first to be done is kept."""
+    """Move into place; if two processes compile a package at once, the first one is kept."""
     try:
         made.rename(place)
     except OSError:
@@ -131,7 +131,7 @@ def _put(made: Path, place: Path) -> None:
 def _placements(
     compiled: list[Path], manifest: Manifest, name: ComputeUnits, units: Any
 ) -> dict[str, Placement]:
-    """Where each function's operations run, all parts together; remembered beside the models."""
+    """Return where each function's operations run, all parts together; cached with the models."""
     kept = compiled[0].parent / f"placement-{name}.json"
     if kept.exists():
         return msgspec.json.decode(kept.read_bytes(), type=dict[str, Placement])
@@ -150,7 +150,7 @@ def _placements(
 
 
 def _operation_devices(plan: Any, function: str) -> list[tuple[str, str]]:
-    """(kind, device) of each operation of a function that has a device; constants have none."""
+    """Return (kind, device) of each operation of a function; constants have no device."""
     operations = plan.model_structure.program.functions[function].block.operations
     placed = []
     for operation in operations:

@@ -1,7 +1,7 @@
-"""MIL operations in numpy: those that our packages have, and no other.
+"""MIL operations in numpy: only those in our packages.
 
 Semantics: the iOS 18 opset of coremltools. An operation is a function of its inputs by name,
-`OpInputs`, where an optional input that was not given is None.
+`OpInputs`, where a missing optional input is None.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 class OpInputs:
-    """The inputs of one operation; those that are missing read as None."""
+    """The inputs of one operation; missing ones read as None."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.given = given
@@ -30,7 +30,7 @@ def _axes(i: OpInputs) -> tuple[int, ...]:
 
 
 def _window(i: OpInputs, x: Array) -> tuple[slice, ...]:
-    """The slices that begin, end, stride and the masks describe."""
+    """Return the slices that begin, end, stride and the masks describe."""
     none = [False] * x.ndim
     if i.squeeze_mask is not None and any(i.squeeze_mask):
         raise ModelError("the reference runtime knows no squeeze_mask")
@@ -83,12 +83,12 @@ def _softmax(i: OpInputs) -> Array:
 
 
 def _topk(i: OpInputs) -> tuple[Array, Array]:
-    """The k largest in falling order, the lower index first among equals."""
+    """Return the k largest in descending order, the lower index first among equals."""
     count, axis = int(i.k), int(i.axis)
     if i.ascending:
         raise ModelError("the reference runtime knows topk of the largest only")
     rows = np.ascontiguousarray(np.moveaxis(i.x, axis, -1))
-    # Values and indices as one number: it has no equals, so a partition is enough.
+    # Values and indices as one number: no ties, so a partition is enough.
     bits = (rows + np.float32(0)).view(np.int32).astype(np.int64)
     rising = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     keys = (rising << 32) - np.arange(rows.shape[-1])
@@ -113,7 +113,7 @@ def _reshape(i: OpInputs) -> Array:
 
 
 def _palette(i: OpInputs) -> Array:
-    """Indices [rows, columns, 1, 1] into palettes [groups, 1, 1, 1, 2**bits, 1]."""
+    """Look up indices [rows, columns, 1, 1] in palettes [groups, 1, 1, 1, 2**bits, 1]."""
     groups = i.lut.shape[0]
     if any(size != 1 for size in (*i.lut.shape[1:4], i.lut.shape[5])):
         raise ModelError("the reference runtime knows palettes by output rows only")

@@ -1,4 +1,4 @@
-"""Where the operations of a function run, and what the whole may be called."""
+"""Devices on which a function's operations run, and the compute unit to report."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,10 @@ import msgspec
 
 ANE = "ane"
 _LEAST_SHARE = 0.95
-"""Of the operations. A few at the ends may be on another device, but no product of weights."""
+"""Minimum share of operations.
+
+A few at the ends may be on another device, but no product of weights.
+"""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -20,7 +23,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """The compute unit that this may be called: "ane" only if it is."""
+        """The compute unit to report: "ane" only for the Neural Engine."""
         total = sum(self.devices.values())
         if not total:
             return "unknown"
@@ -35,7 +38,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def placement_of(operations: Iterable[tuple[str, str]]) -> Placement:
-    """From (kind, device) of each operation that is placed at all."""
+    """Return the placement of (kind, device) pairs, one per placed operation."""
     placed = list(operations)
     devices = Counter(device for _, device in placed)
     off = Counter(kind.split(".")[-1] for kind, device in placed if device != ANE)

@@ -1,7 +1,7 @@
-"""Executes the functions of a saved `.mlpackage` in numpy, op by op. A test instrument.
+"""Execute the functions of a saved `.mlpackage` in numpy, op by op. A test instrument.
 
-It reads the protobuf and the weight file that CoreML would read, so what is shown here is
-shown of the package. It tells nothing about speed or placement on Apple hardware.
+It reads the protobuf and the weight file that CoreML would read, so results hold for the package.
+They say nothing about speed or placement on Apple hardware.
 """
 
 import json
@@ -65,12 +65,12 @@ class Program:
         self._compiled: dict[str, _Compiled] = {}
 
     def new_state(self, function: str) -> State:
-        """Zeros for every state of a function; functions with equal states may share it."""
+        """Return zeros for every state of a function; functions with equal states may share it."""
         states = self._compile(function).states
         return {name: np.zeros(shape, np.float32) for name, shape in states.items()}
 
     def run(self, function: str, inputs: dict[str, Array], state: State) -> dict[str, Array]:
-        """The outputs of a function; `state` is changed in place.
+        """Return the outputs of a function; `state` is changed in place.
 
         Raises:
             ModelError: an input has another shape than the package declares.
@@ -167,7 +167,7 @@ class Program:
         return bound if as_list or len(bound) > 1 else bound[0]
 
     def _decompress(self, kind: str, given: dict[str, Any]) -> Array:
-        """Once per constant: functions share them, and so do we."""
+        """Decompress once per constant: functions share the result."""
         key = tuple(id(value) for value in given.values())
         if key not in self._decompressed:
             inputs = OpInputs(given)  # kept, so that the ids stay taken
@@ -176,7 +176,7 @@ class Program:
 
 
 def _resolve(value: Any, values: dict[str, Any]) -> Any:
-    """The value of an argument; a state's name stands for itself."""
+    """Return the value of an argument; a state's name is returned as it is."""
     if isinstance(value, _Name):
         return values.get(value, value)
     if isinstance(value, list):
@@ -185,7 +185,7 @@ def _resolve(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _free_early(ops: list[_Op], keep: set[str]) -> None:
-    """Note at each operation which values nothing reads afterwards."""
+    """Record for each operation which values nothing reads afterwards."""
     seen = set(keep)
     for op in reversed(ops):
         names: list[str] = [name for name, _, _ in op.outputs]

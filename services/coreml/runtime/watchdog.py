@@ -1,4 +1,4 @@
-"""A limit on calls that may never return: drivers are known to hang, with Python's lock held."""
+"""A limit on calls that may never return: drivers are known to hang, with Python's GIL held."""
 
 import contextlib
 import signal
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def within(seconds: float) -> Iterator[None]:
     """End this process if the block takes longer.
 
-    The kernel's timer and the default action of SIGALRM need no thread of ours to run. The
-    supervisor sees the death and starts another drafter; the request goes on meanwhile.
+    The kernel's timer and the default action of SIGALRM need no thread to run. The supervisor
+    restarts the drafter; the request continues meanwhile.
     """
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
