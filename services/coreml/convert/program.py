@@ -214,7 +214,7 @@ class _Layer:
         return rms_norm(x, weight, self._source.architecture.eps, f"{self._prefix}_{name}")
 
     def _heads(self, x: Var, heads: int, norm: str) -> Var:
-        """Reshape [1, heads * head_dim, 1, tokens] to [heads, head_dim, 1, tokens], and norm (Qwen)."""
+        """Reshape [1, heads * head_dim, 1, tokens] to [heads, head_dim, 1, tokens]; normalise."""
         size = self._source.architecture.head_dim
         x = mb.reshape(x=x, shape=[heads, size, 1, self._tokens])
         layer = f"self_attn.{norm}"

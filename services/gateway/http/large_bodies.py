@@ -22,7 +22,7 @@ class LargeBodies(Closeable):
         self._thread = ThreadPoolExecutor(1, "large bodies")
 
     async def read(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this work with a body of so many bytes; errors are those of the work."""
+        """Run `work` on a body of `size` bytes, in a thread if large; its errors propagate."""
         if size < LARGE_BYTES:
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()
