@@ -18,6 +18,8 @@ _OTHERS = 256
 """File descriptors for everything else."""
 _HEAD_S = 10.0
 """Longest wait for the head of a request, from its start or from the connection's."""
+_NEW_S = 1.0
+"""A connection is not idle before: what it has sent may not have been read yet."""
 _STALL_S = 20.0
 """Longest wait for a client that reads nothing of its answer."""
 _SLICE = 4096
@@ -105,7 +107,8 @@ class HttpConnection(H11Protocol):
     def _replace_another(self) -> bool:
         """Close the connection that has been idle longest; False if all are being answered."""
         others = [one for one in self.connections if isinstance(one, HttpConnection)]
-        idle = [one for one in others if one is not self and not one.is_answered]
+        heard_before = self.loop.time() - _NEW_S
+        idle = [one for one in others if not one.is_answered and one._heard_at <= heard_before]
         if not idle:
             return False
         oldest = min(idle, key=lambda one: one._heard_at)

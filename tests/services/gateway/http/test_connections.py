@@ -89,8 +89,18 @@ def transport_of(connection: HttpConnection) -> FakeTransport:
     return transport
 
 
-def test_the_oldest_idle_connection_gives_way(make: Make, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_new_connection_does_not_give_way(make: Make) -> None:
+    """Its request may be on its way, so the next one is refused."""
+    first, second, refused = make(), make(), make()
+    assert [transport_of(one).closed for one in (first, second, refused)] == ["", "", "closed"]
+    assert transport_of(refused).written.startswith(b"HTTP/1.1 503 ")
+
+
+def test_the_oldest_idle_connection_gives_way(
+    make: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not one whose request is answered; half a head, or half a body, is idle too."""
+    monkeypatch.setattr(connections, "_NEW_S", 0.0)
     answered, idle = make(), make()
     say(loop, answered, HEAD + b"content-length: 0\r\n\r\n")
     say(loop, idle, HEAD + b"content-length: 9\r\n\r\nhalf")
