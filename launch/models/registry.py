@@ -92,13 +92,13 @@ def add_from_registry(model: RegistryModel, report: Report) -> Path:
     _fetch(model, joined, report)
     report(f"converting {model.title}", 0, 0)
     convert(joined, folder, dense=model.dense)
-    joined.unlink()
+    _discard(joined)
     return folder
 
 
 def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:
     """Append the parts that the joined file lacks, and check its sum."""
-    state = joined.with_suffix(".parts")
+    state = _state_of(joined)
     done = _parts_done(joined, state)
     fetched = sum(part.size for part in model.parts[:done])
     for number, part in enumerate(model.parts[done:], done + 1):
@@ -112,10 +112,19 @@ def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:
             _append(_download(part, scratch, show), joined)
         fetched += part.size
         state.write_text(f"{number} {joined.stat().st_size}", encoding="utf-8")
-    state.unlink(missing_ok=True)
     if _sum_of(joined) != model.sha256:
-        joined.unlink()
+        _discard(joined)
         raise ModelError(f"{model.title} is not what it was: the sum of the joined file differs")
+
+
+def _state_of(joined: Path) -> Path:
+    """The file that says how many parts are joined; it stays until the model is converted."""
+    return joined.with_suffix(".parts")
+
+
+def _discard(joined: Path) -> None:
+    joined.unlink()
+    _state_of(joined).unlink()
 
 
 def _parts_done(joined: Path, state: Path) -> int:

