@@ -1,7 +1,9 @@
 """Real GGUF files, against llama.cpp: token ids of nasty texts, and greedy answers.
 
 The files in `golden/` were written by llama.cpp from the same GGUF file: ids of texts with special
-tokens read, answers of 48 tokens, and by how much each token's logit led.
+tokens read; and for answers of up to 48 tokens each token, the runner-up, and by how much its
+logit trailed. `rms` there is how far our leads over the runner-up were from llama.cpp's, over all
+positions, when the file was written.
 """
 
 import json
@@ -12,16 +14,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from orchestrator.text.tokenizer import TargetTokenizer
+from services.kernels.cpu.equip import equip
 from services.mlx.loader import load
 
 pytestmark = pytest.mark.real
 
 GOLDEN = Path(__file__).with_name("golden")
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
-NEAR_TIE = 0.6
-"""Logits closer than this may change places: llama.cpp rounds activations to eight bits."""
+NEAR_TIE = 3.0
+"""In `rms`: logits closer than this may change places. At 99 of 100 positions, the leads of the
+two programs differ by less than about this: each rounds activations to bytes in its own way."""
+MOST_RMS = 1.5
+"""In `rms`: more means that something is computed differently, not only rounded."""
+STEP = 512
+"""Tokens of a prompt that go through the model at a time."""
 
 
 def folder_of(name: str) -> Path:
@@ -49,13 +58,25 @@ def test_texts_have_the_tokens_of_llama_cpp(name: str) -> None:
     assert differ == golden(name).get("known_to_differ", [])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if golden(name)["answers"]])
+@pytest.mark.parametrize("name", [name for name in NAMES if "rms" in golden(name)])
 def test_greedy_answers_are_those_of_llama_cpp(name: str) -> None:
-    """After each of its tokens ours is the same, unless two logits are nearly tied."""
-    module: Any = load(folder_of(name)).module
+    """After each of its tokens ours is the same, unless its lead over the runner-up is tiny."""
+    module: Any = load(folder_of(name), as_stored=True).module
+    equip(module)
+    rms, off = golden(name)["rms"], list[float]()
     for answer in golden(name)["answers"]:
         prompt, tokens = answer["ids"], answer["answer"]
-        logits = np.array(module(mx.array([prompt + tokens[:-1]]))[0, len(prompt) - 1 :])
-        for place, token in enumerate(tokens):
-            lead = float(logits[place].max() - logits[place][token])
-            assert lead < NEAR_TIE, (answer["prompt"], place, lead, answer["margins"][place])
+        cache = make_prompt_cache(module)
+        for first in range(0, len(prompt) - 1, STEP):
+            module(mx.array([prompt[:-1][first : first + STEP]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        logits = module(mx.array([prompt[-1:] + tokens[:-1]]), cache=cache)[0]
+        rows = np.array(logits.astype(mx.float32))
+        places = np.arange(len(tokens))
+        own = rows[places, tokens]
+        margins = np.array(answer["margins"])
+        off += list(own - rows[places, answer["second"]] - margins)
+        for place in places[rows.argmax(axis=1) != tokens]:
+            assert margins[place] < NEAR_TIE * rms, (answer["prompt"], place)
+            assert rows[place].max() - own[place] < NEAR_TIE * rms, (answer["prompt"], place)
+    assert np.sqrt(np.mean(np.square(off))) < MOST_RMS * rms
