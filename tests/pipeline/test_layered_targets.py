@@ -158,6 +158,9 @@ def test_an_answer_survives_its_verifier(target: Target) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "target", [one for one in STACKS if one[1] != "ngram"], ids="-".join, indirect=True
+)
 def test_an_answer_survives_its_drafter(target: Target) -> None:
     """What was drafted and never verified leaves nothing in the state."""
     answer = answer_beside_death(
