@@ -44,17 +44,17 @@ static void turn_keys(const float *keys, int size, int count, float *to)
 INLINE void score(int rows, int size, const float *queries, const float *keys, float *scores, int stride)
 {
     vf sums[SCORED][SLOTS / LANES];
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < SLOTS / LANES; p++)
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int p = 0; p < SLOTS / LANES; p++)
             sums[r][p] = (vf){0};
     for (int d = 0; d < size; d++)
-        for (int p = 0; p < SLOTS / LANES; p++) {
+        UNROLLED for (int p = 0; p < SLOTS / LANES; p++) {
             vf key = vf_load(keys + d * SLOTS + p * LANES);
-            for (int r = 0; r < rows; r++)
+            UNROLLED for (int r = 0; r < rows; r++)
                 sums[r][p] = vf_fma(key, vf_all(queries[r * size + d]), sums[r][p]);
         }
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < SLOTS / LANES; p++)
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int p = 0; p < SLOTS / LANES; p++)
             vf_store(sums[r][p], scores + (size_t)r * stride + p * LANES);
 }
 
@@ -63,16 +63,16 @@ INLINE void weigh(int rows, int columns, int size, int count, const float *weigh
                   const float *values, float *const *to)
 {
     vf sums[WEIGHED][COLUMNS];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int c = 0; c < columns; c++)
             sums[r][c] = (vf){0};
     for (int s = 0; s < count; s++)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < columns; c++)
+        UNROLLED for (int r = 0; r < rows; r++)
+            UNROLLED for (int c = 0; c < columns; c++)
                 sums[r][c] = vf_fma(vf_load(values + (size_t)s * size + c * LANES),
                                     vf_all(weights[(size_t)r * stride + s]), sums[r][c]);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int c = 0; c < columns; c++)
             vf_store(sums[r][c], to[r] + c * LANES);
 }
 

@@ -31,6 +31,9 @@ static inline int tile_rows(int left, int rounded)
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* A loop over registers: rolled up, it would keep them in memory. */
+#define UNROLLED _Pragma("GCC unroll 16")
+
 INLINE vf vf_all(float x) { return x - (vf){0}; }
 INLINE vf vf_load(const float *from) { return *(const vf *)from; }
 INLINE void vf_store(vf from, float *to) { *(vf *)to = from; }
@@ -63,9 +66,9 @@ INLINE void put_sums(const struct matrix *m, int strip, int count, vf sums[][PAR
     float bias[STRIP] = {0};
     if (m->bias != NULL)
         memcpy(bias, m->bias + first, sizeof(float) * (left < STRIP ? left : STRIP));
-    for (int r = 0; r < count; r++) {
+    UNROLLED for (int r = 0; r < count; r++) {
         float *to = y + r * stride + first, whole[STRIP];
-        for (int p = 0; p < PARTS; p++) {
+        UNROLLED for (int p = 0; p < PARTS; p++) {
             vf sum = sums[r][p] + vf_load(bias + p * LANES);
             vf_store(sum, left < STRIP ? whole + p * LANES : to + p * LANES);
         }
@@ -85,22 +88,21 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
     const float *own = x->scales + (size_t)first * (x->width / ROUNDED);
     const float *all = x->sums + (size_t)first * (x->width / ROUNDED);
     vf sums[TILE_ROWS][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int p = 0; p < PARTS; p++)
+    UNROLLED for (int r = 0; r < count; r++)
+        UNROLLED for (int p = 0; p < PARTS; p++)
             sums[r][p] = (vf){0};
     for (const uint8_t *end = group + strip_bytes(m); group < end;) {
         const uint8_t *factors = group + codes;
         for (; group < factors; group += bytes32, bytes += count * ROUNDED, own += count, all += count) {
             for (size_t line = 0; line < bytes32; line += 64)
                 prefetch(group + line + AHEAD);
-            for (int p = 0; p < PARTS; p++) {
+            UNROLLED for (int p = 0; p < PARTS; p++) {
                 dot_sum dots[TILE_ROWS];
-                for (int r = 0; r < count; r++)
+                UNROLLED for (int r = 0; r < count; r++)
                     dots[r] = (dot_sum){0};
-#pragma GCC unroll 8
-                for (int step = 0; step < 8; step++) {
+                UNROLLED for (int step = 0; step < 8; step++) {
                     vi code = codes_of(weights, group, step, p);
-                    for (int r = 0; r < count; r++) {
+                    UNROLLED for (int r = 0; r < count; r++) {
                         int32_t four;
                         memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
                         if (weights == BITS4)
@@ -111,7 +113,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
                 }
                 vf scale = vf_of(scales, factors + p * (each / PARTS));
                 vf bias = vf_of(scales, factors + each + p * (each / PARTS));
-                for (int r = 0; r < count; r++) {
+                UNROLLED for (int r = 0; r < count; r++) {
                     vi dot = weights == BITS4 ? dot_total_nibbles(dots[r]) : dot_total(dots[r]);
                     sums[r][p] = vf_fma(vf_numbers(dot) * scale, vf_all(own[r]), sums[r][p]);
                     sums[r][p] = vf_fma(bias, vf_all(all[r]), sums[r][p]);
@@ -133,18 +135,18 @@ INLINE void strip_of_codes(const struct matrix *m, int weights, int scales, int 
     const size_t each = STRIP * bytes_of(scales);
     const float *floats = x->floats + (size_t)first * x->width;
     vf sums[TILE_ROWS][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int p = 0; p < PARTS; p++)
+    UNROLLED for (int r = 0; r < count; r++)
+        UNROLLED for (int p = 0; p < PARTS; p++)
             sums[r][p] = (vf){0};
     for (const uint8_t *end = group + strip_bytes(m); group < end; group += codes + 2 * each)
         for (int step = 0; step < m->group / 4; step++, floats += 4 * count)
-            for (int p = 0; p < PARTS; p++) {
+            UNROLLED for (int p = 0; p < PARTS; p++) {
                 vf scale = vf_of(scales, group + codes + p * (each / PARTS));
                 vf bias = vf_of(scales, group + codes + each + p * (each / PARTS));
                 vi code = codes_of(weights, group, step, p);
-                for (int j = 0; j < 4; j++) {
+                UNROLLED for (int j = 0; j < 4; j++) {
                     vf weight = vf_fma(vf_numbers(code >> 8 * j & 255), scale, bias);
-                    for (int r = 0; r < count; r++)
+                    UNROLLED for (int r = 0; r < count; r++)
                         sums[r][p] = vf_fma(weight, vf_all(floats[j * count + r]), sums[r][p]);
                 }
             }
@@ -159,13 +161,13 @@ INLINE void strip_of_floats(const struct matrix *m, int weights, int strip, cons
     const size_t part = LANES * bytes_of(weights);
     const float *floats = x->floats + (size_t)first * x->width;
     vf sums[TILE_ROWS][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int p = 0; p < PARTS; p++)
+    UNROLLED for (int r = 0; r < count; r++)
+        UNROLLED for (int p = 0; p < PARTS; p++)
             sums[r][p] = (vf){0};
     for (int k = 0; k < x->width; k++, floats += count)
-        for (int p = 0; p < PARTS; p++, at += part) {
+        UNROLLED for (int p = 0; p < PARTS; p++, at += part) {
             vf weight = vf_of(weights, at);
-            for (int r = 0; r < count; r++)
+            UNROLLED for (int r = 0; r < count; r++)
                 sums[r][p] = vf_fma(weight, vf_all(floats[r]), sums[r][p]);
         }
     put_sums(m, strip, count, sums, y + first * stride, stride);
