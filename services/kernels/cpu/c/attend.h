@@ -113,12 +113,17 @@ static void weigh_rows(int rows, int size, int count, const float *weights, int 
 /* Turn `count` scores into weights that add up to 1; behind them is room for fifteen more. */
 static void softmax(float *scores, int count)
 {
-    float top = -INFINITY, lanes[SUM_LANES] = {0};
+    float lanes[SUM_LANES] = {0}, tops[SUM_LANES], top = -INFINITY;
     int padded = (count + SUM_LANES - 1) / SUM_LANES * SUM_LANES;
-    for (int s = 0; s < count; s++)
-        top = scores[s] > top ? scores[s] : top;
     for (int s = count; s < padded; s++)
         scores[s] = -INFINITY;
+    for (int l = 0; l < SUM_LANES; l++)
+        tops[l] = -INFINITY;
+    for (int s = 0; s < padded; s += SUM_LANES)
+        for (int l = 0; l < SUM_LANES; l++)
+            tops[l] = scores[s + l] > tops[l] ? scores[s + l] : tops[l];
+    for (int l = 0; l < SUM_LANES; l++)
+        top = tops[l] > top ? tops[l] : top;
     for (int s = 0; s < padded; s += SUM_LANES)
         for (int l = 0; l < SUM_LANES; l++) {
             scores[s + l] = exponential(scores[s + l] - top);

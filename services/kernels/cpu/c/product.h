@@ -95,7 +95,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
         const uint8_t *factors = group + codes;
         for (; group < factors; group += bytes32, bytes += count * ROUNDED, own += count, all += count) {
             for (size_t line = 0; line < bytes32; line += 64)
-                prefetch(group + line + AHEAD);
+                __builtin_prefetch(group + line + AHEAD);
             UNROLLED for (int p = 0; p < PARTS; p++) {
                 dot_sum dots[TILE_ROWS];
                 UNROLLED for (int r = 0; r < count; r++)
@@ -120,7 +120,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
                 }
             }
         }
-        prefetch(group + AHEAD);
+        __builtin_prefetch(group + AHEAD);
         group += 2 * each;
     }
     put_sums(m, strip, count, sums, y + first * stride, stride);

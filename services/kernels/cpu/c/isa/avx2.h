@@ -86,7 +86,6 @@ static inline vi dot_total(dot_sum sum)
 
 #endif
 
-static inline void prefetch(const void *at) { _mm_prefetch(at, _MM_HINT_T0); }
 
 /* LANES rows of LANES floats to columns; strides in floats. */
 static inline void transpose(const float *from, long stride, float *to, long step)

@@ -43,7 +43,6 @@ static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activation
 
 static inline vi dot_total(dot_sum sum) { return (vi)sum; }
 static inline vi dot_total_nibbles(dot_sum sum) { return (vi)sum; }
-static inline void prefetch(const void *at) { _mm_prefetch(at, _MM_HINT_T0); }
 
 /* LANES rows of LANES floats to columns; strides in floats. */
 static inline void transpose(const float *from, long stride, float *to, long step)

@@ -59,7 +59,6 @@ static inline vi dot_total(dot_sum sum)
     return (vi)vaddq_s32(sum.products, vshlq_n_s32(sum.activations, 7));
 }
 
-static inline void prefetch(const void *at) { __builtin_prefetch(at); }
 
 /* LANES rows of LANES floats to columns; strides in floats. */
 static inline void transpose(const float *from, long stride, float *to, long step)

@@ -92,7 +92,6 @@ static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activation
 
 static inline vi dot_total(dot_sum sum) { return sum; }
 static inline vi dot_total_nibbles(dot_sum sum) { return sum; }
-static inline void prefetch(const void *at) { __builtin_prefetch(at); }
 
 /* LANES rows of LANES floats to columns; strides in floats. */
 static inline void transpose(const float *from, long stride, float *to, long step)
