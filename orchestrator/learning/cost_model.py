@@ -93,7 +93,7 @@ class CostModel:
             vars(self).update(vars(CostModel()) | kept)
             self.expect_passes(times)
         if hello.role == "drafter":
-            on_gpu = hello.compute_unit in _GPUS
+            on_gpu = hello.compute_unit.partition(":")[0] in _GPUS  # "cuda:1" names a card
             self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU
         else:
             self.expect_passes(hello.pass_times)

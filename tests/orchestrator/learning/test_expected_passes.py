@@ -144,7 +144,8 @@ def test_another_drafter_leaves_them_and_another_verifier_brings_its_own() -> No
 def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
     """There further branches cost little; on a CPU, and on the Neural Engine, each costs time."""
     known, branches = CostModel(), dict[str, int]()
-    for unit in ("cuda", "cpu", "metal", "cpu_and_ne", ""):
+    for unit in ("cuda", "cuda:1", "cpu", "metal", "cpu_and_ne", ""):
         known.on_hello(service("drafter", "small", compute_unit=unit))
         branches[unit] = Planner("ssd", known).branches
-    assert branches == {"cuda": 32, "cpu": 8, "metal": 32, "cpu_and_ne": 8, "": 8}
+    expected = {"cuda": 32, "cuda:1": 32, "cpu": 8, "metal": 32, "cpu_and_ne": 8, "": 8}
+    assert branches == expected
