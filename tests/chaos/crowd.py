@@ -180,7 +180,7 @@ def attack(url: str, context: int, *, seconds: float, max_tokens: int, only: str
                 bystanders.take()
                 place: Executor = here if run in HERE else elsewhere
                 running = place.submit(run, scene)
-                steps = dict.fromkeys(LOOPS, 0.0)
+                steps: dict[str, float] = dict.fromkeys(LOOPS, 0.0)
                 while not running.done():
                     wait([running], _LOOK_S)
                     steps = {loop: max(steps[loop], s) for loop, s in _read_steps(url).items()}
