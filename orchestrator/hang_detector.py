@@ -22,6 +22,8 @@ class _Watched:
     silent_s: float = 0.0
     slowest_s: float = 0.0
     has_worked: bool = False
+    announced_s: float = 0.0
+    """How long the service said that its current call may take."""
 
 
 class HangDetector:
@@ -48,12 +50,13 @@ class HangDetector:
         """Stop watching a service."""
         self._watched.pop(address, None)
 
-    def on_message(self, address: bytes, *, is_result: bool) -> None:
+    def on_message(self, address: bytes, *, is_result: bool, busy_s: float = 0.0) -> None:
         """Record a message: the result of work, or only a heartbeat."""
         watched = self._watched.get(address)
         if watched is not None:
             watched.slowest_s = max(watched.slowest_s, watched.silent_s)
             watched.silent_s = 0.0
+            watched.announced_s = busy_s
             watched.has_worked = watched.has_worked or is_result
 
     def silent_s(self, address: bytes) -> float:
@@ -65,8 +68,15 @@ class HangDetector:
         """Return how long the service may be silent."""
         watched = self._watched[address]
         if not watched.has_worked:
-            return watched.first_timeout_s
-        return min(self._first_timeout_s, max(self._hang_timeout_s, _SLOWER * watched.slowest_s))
+            return max(watched.first_timeout_s, watched.announced_s)
+        learned_s = min(self._first_timeout_s, _SLOWER * watched.slowest_s)
+        return max(self._hang_timeout_s, learned_s, watched.announced_s)
+
+    def describe_limit(self, address: bytes) -> str:
+        """Return how long the service may be silent, with the setting that changes it."""
+        has_worked = self._watched[address].has_worked
+        name = "hang_timeout_s" if has_worked else "start_timeout_s, for the first work"
+        return f"the limit is {self.limit_s(address):.0f} s: {name}"
 
     def update(self, now: float) -> list[bytes]:
         """Advance the time; return the services that have been silent for too long."""

@@ -35,14 +35,16 @@ def run(settings: OrchestratorSettings) -> None:
             timeout_s=settings.prompt_timeout_s,
             memory_bytes=settings.prompt_memory_bytes,
         )
+        prompts = PromptEncoder(
+            tokenizer, settings.model, limits, parse_special=settings.parse_special
+        )
+        prompts.prepare()
         orchestrator = Orchestrator(
             settings,
             services=services,
             clients=clients,
             tokenizer=tokenizer,
-            prompts=PromptEncoder(
-                tokenizer, settings.model, limits, parse_special=settings.parse_special
-            ),
+            prompts=prompts,
             journal=CrashJournal(Path(settings.run_dir), settings.max_deaths),
             vocabulary=vocabulary,
             pid=os.getpid(),

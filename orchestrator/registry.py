@@ -84,7 +84,8 @@ class Registry:
     def on_message(self, address: bytes, message: FromService | ProtocolError) -> None:
         """Record a message as a sign of life."""
         is_result = not isinstance(message, Heartbeat | Hello)
-        self.hang_detector.on_message(address, is_result=is_result)
+        busy_s = message.busy_s if isinstance(message, Heartbeat) else 0.0
+        self.hang_detector.on_message(address, is_result=is_result, busy_s=busy_s)
         if isinstance(message, Heartbeat) and address in self._by_address:
             self._working_on[address] = message.sequence
         else:
@@ -181,8 +182,9 @@ class Registry:
         """Return unmarked services that have been silent for too long, with the reason."""
         silent = [self._by_address[address] for address in self.hang_detector.update(now)]
         return [
-            (peer, f"the {peer.hello.role} hangs: no sign of life for {seconds:.1f} s")
+            (peer, f"the {peer.hello.role} hangs: no sign of life for {seconds:.1f} s ({limit})")
             for peer in silent
             if peer.hello.pid not in self.marked_for_kill
             for seconds in [self.hang_detector.silent_s(peer.address)]
+            for limit in [self.hang_detector.describe_limit(peer.address)]
         ]

@@ -242,6 +242,9 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """
 
     sequence: int = 0
+    busy_s: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 0.0
+    """How long the call that begins now may take, where that is long: silence until then is no
+    hang."""
 
 
 class Identify(Message, frozen=True, tag="identify"):

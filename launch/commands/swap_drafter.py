@@ -16,8 +16,8 @@ from protocol.messages import Status, SwapDrafter
 from protocol.transport.address import find_tcp_error
 
 _CONNECT_S = 3.0
-_GRACE_S = 30.0
-"""For the supervisor to end one drafter after the other: its own refusal says more than ours."""
+_TIMEOUT_FACTOR = 3.0
+"""Of the setting: the supervisor gives large models more time, and its own refusal says more."""
 _REPORT_EVERY_S = 10.0
 _CHOICES = [name for name in get_args(BackendChoice) if name != "auto"]
 
@@ -48,7 +48,7 @@ def command(
     name: str,
 ) -> None:
     """Replace the drafter of a running stack; requests go on."""
-    timeout_s = stack_settings({}).start_timeout_s
+    timeout_s = _TIMEOUT_FACTOR * stack_settings({}).start_timeout_s
     swap = SwapDrafter(
         backend=draft_backend,
         model=draft_model,
@@ -63,7 +63,7 @@ def command(
     console.note(f"loading {what}; requests go on with the drafter before it")
     with OrchestratorLink(RunDir(name).clients_address) as link:
         progress = SwapProgress(link, what)
-        ask_supervisor(name, swap, timeout_s + _GRACE_S, meanwhile=progress.report)
+        ask_supervisor(name, swap, timeout_s, meanwhile=progress.report)
     console.note(f"switched: the stack {name!r} now drafts with {draft_backend}")
 
 

@@ -177,7 +177,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
         OrchestratorSettings, "first_timeout_s"
     )
-    """Longest wait for all processes to be ready."""
+    """Longest wait for all processes to be ready, without 60 s for each GB of weights."""
     log_level: LogLevel = "info"
     """What all processes write to their logs (`ssd logs`)."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(

@@ -2,7 +2,12 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 
+import msgspec
+
+from launch.models.pair import Pair
+from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener
 from launch.stack.orchestrator_link import OrchestratorLink
@@ -16,8 +21,21 @@ _REPORT_EVERY_S = 10.0
 _OPTIONAL_TIMEOUT_S = 5.0
 """A drafter on another machine may not be there: the stack starts without it after this long."""
 
+_LOAD_S_PER_GB = 60.0
+"""Of weights: on a busy machine they are read from a slow disk, converted, and measured."""
+START_LIMIT = f"start_timeout_s, and {_LOAD_S_PER_GB:.0f} s for each GB of weights"
+"""What limits a start, for messages."""
+
 ReportState = Callable[[str, ProcessState, str], None]
 """Role, state, note."""
+
+
+def allow_loading(settings: StackSettings, pair: Pair) -> StackSettings:
+    """Return the settings with more time to start, for this pair's weights."""
+    folders = [Path(folder) for folder in (pair.model, pair.draft_model) if folder]
+    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    loading_s = round(_LOAD_S_PER_GB * sum(file.stat().st_size for file in files) / 1e9)
+    return msgspec.structs.replace(settings, start_timeout_s=settings.start_timeout_s + loading_s)
 
 
 def await_ready(
@@ -122,7 +140,7 @@ def _looks(
         if deadline.passed:
             raise DeadlineExceeded(
                 f"the {' and '.join(sorted(missing))} did not become ready within "
-                f"{deadline.seconds:g} s (start_timeout_s)"
+                f"{deadline.seconds:g} s ({START_LIMIT})"
             )
         yield
         time.sleep(TICK_S)

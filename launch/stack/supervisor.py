@@ -21,7 +21,7 @@ from launch.signals import on_second_signal
 from launch.stack.child import Child, Lifeline, RestartBudget, end_all, kill_all
 from launch.stack.http_listener import HttpListener
 from launch.stack.orchestrator_link import OrchestratorLink
-from launch.stack.readiness import TICK_S, await_drafter, await_ready
+from launch.stack.readiness import TICK_S, allow_loading, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
 from launch.stack.spawn import (
     describe_child,
@@ -69,7 +69,7 @@ class Supervisor:
     def __init__(
         self, settings: StackSettings, pair: Pair, run_dir: RunDir, report: Report
     ) -> None:
-        self._settings = settings
+        self._given, self._settings = settings, allow_loading(settings, pair)
         self._pair = pair
         self._is_swapped = False
         """Whether the drafter is another one than the settings say."""
@@ -134,7 +134,7 @@ class Supervisor:
         self._describe()
 
     def _describe(self) -> None:
-        pair, named = self._pair, name_settings(self._settings)
+        pair, named = self._pair, name_settings(self._given)
         if self._is_swapped:  # another drafter than they say
             named = {name: value for name, value in named.items() if name not in DRAFTER_SETTINGS}
         named["draft_backend"] = pair.backend

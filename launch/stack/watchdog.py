@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.orchestrator_link import OrchestratorLink
+from launch.stack.readiness import START_LIMIT
 from launch.stack.run_dir import RunDir
 from orchestrator.hang_detector import HangDetector
 from protocol.messages import Status, ToSupervisor
@@ -67,7 +68,7 @@ class Watchdog(Closeable):
         if failure := self._link.take_failure():
             found |= {c.role: failure for c in living.values() if c.role == "orchestrator"}
         for detector, what in (
-            (self._loading, f"was not ready within {self._start_timeout_s:g} s (start_timeout_s)"),
+            (self._loading, f"was not ready within {self._start_timeout_s:g} s ({START_LIMIT})"),
             (self._answering, "hangs: it does not answer any more"),
             (self._stopped, f"was stopped for more than {_STOPPED_S:g} s"),
         ):

@@ -114,6 +114,10 @@ class PromptEncoder:
         )
         self._checks = _Lane("grammars", self._check)
 
+    def prepare(self) -> None:
+        """Start the process that checks grammars, in a thread: it loads the tokenizer first."""
+        threading.Thread(target=self._grammars.prepare, name="grammars", daemon=True).start()
+
     def encode(self, ticket: Ticket, message: Generate) -> Tokens | None:
         """Return the prompt's tokens, or None if `collect` will return them.
 

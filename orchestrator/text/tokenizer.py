@@ -5,7 +5,6 @@ Everything is read from the model folder: tokens from `tokenizer.json`, the chat
 `generation_config.json`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 from orchestrator.text.detokenizer import Detokenizer, TextStream
 from orchestrator.text.special_tokens import Marks, SpecialTokens
 from protocol.decoding.chat_template import OutOfBounds, compile_template
+from protocol.decoding.stop_tokens import read_json, read_stop_ids, token_text
 from protocol.errors import ModelError, UsageError
 from protocol.messages import ChatMessage, EncodePrompt, Tokens
 
@@ -37,11 +37,11 @@ class TargetTokenizer:
         # The library raises a bare Exception for a file it cannot read.
         except Exception as error:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = read_json(folder / "tokenizer_config.json")
         source = _template_source(folder, self._config)
         self._template = _compile(source, folder) if source else None
         self._knows_tools = "tools" in source
-        self.stop_ids = self._stop_ids(folder)
+        self.stop_ids = read_stop_ids(folder)
         self._detokenizer = Detokenizer(self._tokenizer)
         written = source + "".join(self._special_tokens().values())
         is_mark = written.__contains__
@@ -56,7 +56,7 @@ class TargetTokenizer:
     @property
     def bos_id(self) -> int | None:
         """The token that begins every text, if the model has one."""
-        token = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
+        token = self._tokenizer.token_to_id(token_text(self._config.get("bos_token")))
         return None if token is None else int(token)
 
     def encode(
@@ -152,17 +152,7 @@ class TargetTokenizer:
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return {name: _token_text(self._config.get(name)) for name in names}
-
-    def _stop_ids(self, folder: Path) -> frozenset[int]:
-        tokens: set[int] = set()
-        for name in ("config.json", "generation_config.json"):
-            value = _read_json(folder / name).get("eos_token_id")
-            tokens.update(value if isinstance(value, list) else [] if value is None else [value])
-        eos = self._tokenizer.token_to_id(_token_text(self._config.get("eos_token")))
-        if eos is not None:
-            tokens.add(eos)
-        return frozenset(tokens)
+        return {name: token_text(self._config.get(name)) for name in names}
 
 
 def _find_marks(
@@ -189,25 +179,6 @@ def _mark_turn(turn: dict[str, Any], marks: Marks) -> dict[str, Any]:
 def _is_answer(turn: dict[str, Any], key: str) -> bool:
     """Return True if this field of a turn holds text that the model wrote."""
     return turn["role"] == "assistant" and key in ("content", "reasoning_content")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{str(path)!r} does not hold a JSON object")
-    return content
-
-
-def _token_text(value: Any) -> str:
-    """Return the text of a special token: a string, or an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:

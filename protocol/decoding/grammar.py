@@ -1,6 +1,7 @@
 """Grammar-constrained decoding: a narrow interface to llguidance.
 
-The library is loaded by the first request that has a grammar. It runs inline with the work for
+A service loads the tokenizer before it serves (`load_tokenizer`): that takes seconds with Python's
+lock held, without a sign of life. A grammar is compiled inline with the work for
 other requests, so it has limits here, and exceeding them is an error of the grammar's request. The
 cost of compiling is measured beforehand, in a process that may be killed (`grammar_check.py`).
 """
@@ -15,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.stop_tokens import read_stop_ids
 from protocol.errors import ProtocolError, UsageError
 from protocol.messages import MAX_GRAMMAR_CHARACTERS
 
@@ -57,6 +59,16 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     """
     options = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def load_tokenizer(folder: Path) -> None:
+    """Load the tokenizer of the model in `folder` for its grammars, before there is one.
+
+    A tokenizer that cannot be used is an error of the requests with grammars.
+    """
+    if (folder / "tokenizer.json").is_file() and (stop_ids := read_stop_ids(folder)):
+        with contextlib.suppress(UsageError):
+            _tokenizer(folder, tuple(sorted(stop_ids)))
 
 
 class Grammar:
@@ -184,7 +196,7 @@ def _tokenizer(folder: Path, stop_ids: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=4)
 def _list_characters(folder: Path) -> dict[str, int]:
-    tokenizer = _tokenizer(folder, (0,))
+    tokenizer = _tokenizer(folder, tuple(sorted(read_stop_ids(folder))) or (0,))
     spelt = {chr(code): tokenizer.tokenize_str(chr(code)) for code in range(33, 127)}
     return {character: ids[0] for character, ids in spelt.items() if len(ids) == 1}
 

@@ -51,6 +51,16 @@ class GrammarChecker(Closeable):
         self._known: OrderedDict[str, str] = OrderedDict()
         """Reason why each grammar cannot be used; empty if it can."""
 
+    def prepare(self) -> None:
+        """Start the process, which loads the tokenizer, before there is a grammar to check."""
+        with self._turn:
+            if self._closed:
+                return
+            try:
+                self._start()
+            except (RuntimeFailure, OSError) as error:
+                _log.warning("%s; the first grammar tries again", error)
+
     def check(self, grammar: str) -> None:
         """Return if the models can use the grammar; blocks for seconds at worst.
 

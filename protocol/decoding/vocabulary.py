@@ -23,14 +23,19 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """Read the vocabulary of the model in `folder`.
+    """Read the vocabulary of the model in `folder`; errors as for `read_ids`."""
+    return fingerprint_of(read_ids(folder))
+
+
+def read_ids(folder: Path) -> dict[str, Token]:
+    """Read the token -> id map of the model in `folder`.
 
     Raises:
         ModelError: there is no readable `tokenizer.json`.
     """
     path = folder / "tokenizer.json"
     try:
-        ids = _read_ids(path)
+        return _parse_ids(path)
     except FileNotFoundError as error:
         raise ModelError(
             f"the model folder {str(folder)!r} has no tokenizer.json; "
@@ -38,7 +43,6 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(f"{str(path)!r} is not a tokenizer description ({error!r})") from error
-    return fingerprint_of(ids)
 
 
 def fingerprint_of(ids: dict[str, Token]) -> Vocabulary:
@@ -49,7 +53,7 @@ def fingerprint_of(ids: dict[str, Token]) -> Vocabulary:
     return Vocabulary(digest.hexdigest()[:16], max(ids.values(), default=-1) + 1)
 
 
-def _read_ids(path: Path) -> dict[str, int]:
+def _parse_ids(path: Path) -> dict[str, int]:
     content = json.loads(path.read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     pairs = vocab.items() if isinstance(vocab, dict) else _unigram_pairs(vocab)

@@ -26,6 +26,8 @@ _WORTH = 8
 
 _STALL_S = 0.25
 """Longest delay of running decodes by a chunk of another request's prompt."""
+_LONGEST_S = 2.0
+"""Of a chunk: between two of them a service gives a sign of life."""
 _GRID = 256
 """Distance of checkpoints in a prompt, unless the configured chunks are smaller."""
 _TURNS = 4
@@ -61,9 +63,17 @@ class Reader(Protocol):
 class ChunkSizer:
     """Learns the prefill speed from every chunk, to choose the size of the next."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, short: bool = False) -> None:
+        """Start without a measurement.
+
+        Args:
+            step: most tokens of a chunk that others wait for.
+            short: True if chunks may depend on the measured speed also where nobody waits: for
+                drafters, whose rounding changes no token of an answer.
+        """
         self._step = step
-        self._most = step * (_STEPS_ALONE if compute_unit() == "cuda" else 1)
+        self._short = short and compute_unit() != "cuda"  # CUDA plans for each size
+        self._most = step * (1 if compute_unit() != "cuda" else _STEPS_ALONE)
         self._tokens_per_s = 0.0
 
     def size(self, *, alone: bool, left: int = 0) -> int:
@@ -78,10 +88,21 @@ class ChunkSizer:
             size = self._most
             while size > max(left, self._step):
                 size //= 2
-            return max(size, self._step)
+            return max(size, self._step) if size > self._step else self._step_in_time()
         if not self._tokens_per_s:
             return min(self._step, _FIRST)
         return min(self._step, max(LEAST_CHUNK, int(_STALL_S * self._tokens_per_s)))
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the longest chunk takes, as measured; 0 if nothing was measured."""
+        return self.size(alone=True) / self._tokens_per_s if self._tokens_per_s else 0.0
+
+    def _step_in_time(self) -> int:
+        if not self._short or not self._tokens_per_s:
+            return self._step
+        size = int(_LONGEST_S * self._tokens_per_s) // LEAST_CHUNK * LEAST_CHUNK
+        return max(min(LEAST_CHUNK, self._step), min(self._step, size))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record a computed chunk."""
@@ -137,6 +158,11 @@ class ChunkedPrefill:
     def prompts_in_work(self) -> int:
         """Number of prompts in progress."""
         return len(self._wanted)
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the next step takes at most, as measured; 0 without a prompt in work."""
+        return self._chunk_sizer.expected_s if self._wanted else 0.0
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Return True if a prompt in progress covers half of `tokens` beyond the first `held`."""

@@ -1,7 +1,9 @@
 """`python -m services.drafter.main SETTINGS`: the drafter process."""
 
 import sys
+from pathlib import Path
 
+from protocol.decoding.grammar import load_tokenizer
 from protocol.messages import ToDrafter, ToService
 from protocol.process.child import run_child
 from protocol.settings import DrafterSettings
@@ -59,6 +61,8 @@ def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
     if spare is not None:
         # While the target waits for a draft.
         use_spare_cores(settings.spare_cores, spare.word)
+    if folder := settings.target if settings.backend == "head" else settings.model:
+        load_tokenizer(Path(folder))
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())

@@ -16,6 +16,12 @@ BEAT_S = 1.0
 _MOST_UNANSWERED = 60
 """Consecutive unanswered beats after which the orchestrator is considered dead."""
 
+_ANNOUNCED_S = 2.0
+"""A call that is expected to take longer is announced."""
+_SLOWER = 10.0
+"""A call may take this many times as long as expected: the machine may have become busy."""
+_MOST_BUSY_S = 3600.0
+
 
 class Sender(Protocol):
     """A channel to the orchestrator."""
@@ -47,18 +53,25 @@ class HeartbeatTimer:
         """Record that the orchestrator sent a message."""
         self._unanswered = 0
 
-    def beat(self, sequence: int = 0, *, early: bool = False) -> None:
-        """Send a beat if one is due, or if `early`; `sequence` is the one being worked on.
+    def beat(self, sequence: int = 0, *, early: bool = False, expected_s: float = 0.0) -> None:
+        """Send a beat if one is due, if `early`, or if the next call is expected to be long.
+
+        Args:
+            sequence: the one being worked on.
+            early: send it even if it is not due.
+            expected_s: how long the next call takes, as measured.
 
         Raises:
             DeadlineExceeded: the orchestrator has not answered for too many beats.
         """
-        if self.wait_s > 0.0 and not early:
+        is_due, is_long = early or self.wait_s <= 0.0, expected_s >= _ANNOUNCED_S
+        if not is_due and not is_long:
             return
         if self._unanswered >= _MOST_UNANSWERED:
             raise DeadlineExceeded(
                 f"the orchestrator has been silent for {self._unanswered * BEAT_S:g} s"
             )
-        self._unanswered += 1
-        self._way.send(Heartbeat(sequence))
+        self._unanswered += is_due  # announcements may follow each other within a second
+        busy_s = min(_MOST_BUSY_S, _SLOWER * expected_s) if is_long else 0.0
+        self._way.send(Heartbeat(sequence, busy_s))
         self.on_send()

@@ -1,6 +1,7 @@
 """Messages that a service has not handled yet; heartbeats are handled here."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from protocol.errors import ProtocolError
@@ -66,6 +67,8 @@ class Inbox:
             flag.is_idle = False
         self.heartbeat = HeartbeatTimer(channel)
         self.messages: deque[Work | Stop] = deque()
+        self.expect_s: Callable[[], float] = lambda: 0.0
+        """How long the next step of work takes, as far as the service knows."""
         self.forgotten = False
         """True once the orchestrator no longer knows this service; the messages here are stale."""
 
@@ -95,7 +98,7 @@ class Inbox:
     def look(self, sequence: int) -> None:
         """Read the messages that have arrived during work on this sequence."""
         self._read()
-        self.heartbeat.beat(sequence)
+        self.heartbeat.beat(sequence, expected_s=self.expect_s())
 
     def linger(self, timeout_s: float) -> bool:
         """Wait briefly for a message; return True if there is one."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.adapter import identify_adapter
+from protocol.decoding.grammar import load_tokenizer
 from protocol.messages import PassTimes, ToService, ToVerifier
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
@@ -48,6 +49,7 @@ def run(settings: VerifierSettings) -> None:
         verifier.prelauncher.expect_passes(pass_times)
         prompts.clear()  # its texts are never requested
         _attach_coreml_prefill(verifier, settings, model.folder)
+        load_tokenizer(model.folder)
         identity = _identify(settings, opened, verifier, pass_times)
         channel: Channel[ToService] = Channel(
             settings.address, Decoder(ToVerifier), send_timeout_s=SEND_S
@@ -89,7 +91,9 @@ def _identify(
 def _serve(
     channel: Channel[ToService], identity: Identity, verifier: "Verifier", flag: IdleFlag | None
 ) -> None:
-    serve(channel, identity, verifier, Inbox(channel, flag))
+    inbox = Inbox(channel, flag)
+    inbox.expect_s = verifier.expect_s
+    serve(channel, identity, verifier, inbox)
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

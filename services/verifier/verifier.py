@@ -210,6 +210,10 @@ class Verifier:
         log = self._features.begin(tokens, self._sequences.values())
         return TargetSequence(state, rule, tokens, features=log)
 
+    def expect_s(self) -> float:
+        """Return how long the next chunk of a prompt takes; 0 if no prompt is in work."""
+        return self._chunked_prefill.expected_s
+
     def _fork(self, tokens: Tokens) -> SequenceState:
         """Fork the state with the longest resumable prefix of these tokens."""
         running = [CachedPrefix(s.tokens, s.state) for s in self._sequences.values()]

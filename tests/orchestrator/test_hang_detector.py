@@ -103,3 +103,22 @@ def test_a_step_may_be_less_than_the_limit() -> None:
     detector.update(0.4)
     assert detector.update(3600.0) == []
     assert detector.update(3600.3) == [b"v"]
+
+
+def test_a_limit_names_its_setting() -> None:
+    """Until the first result it is that of the start, then that of a hang."""
+    assert watching(worked=False).describe_limit(A) == (
+        "the limit is 100 s: start_timeout_s, for the first work"
+    )
+    assert watching().describe_limit(A) == "the limit is 10 s: hang_timeout_s"
+
+
+def test_a_call_that_was_announced_may_take_its_time() -> None:
+    """Until the next message: then the usual limit holds again."""
+    vigil = watching()
+    vigil.on_message(A, is_result=False, busy_s=50.0)
+    assert silence(vigil, 60) == 51
+    vigil = watching()
+    vigil.on_message(A, is_result=False, busy_s=50.0)
+    vigil.on_message(A, is_result=False)
+    assert silence(vigil, 60) == 11

@@ -87,7 +87,7 @@ class MlxBackend:
         self._head_ids = None if given else trim_head(self._model, folder)
         self._bucketed = compute_unit() == "cuda"
         self._equip(weights)
-        self._chunk_sizer = ChunkSizer(prefill_step_size)
+        self._chunk_sizer = ChunkSizer(prefill_step_size, short=True)
         self._new_store = find_states(self._model, bucketed=self._bucketed)
         enable_packing(self._model)  # its attention by our kernels
         kv = measure_kv(self._model, self._new_store)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from launch.models.pair import Pair
+from launch.settings.settings import StackSettings
 from launch.stack import readiness
 from launch.stack.child import Child
 from launch.stack.orchestrator_link import OrchestratorLink
@@ -90,3 +92,16 @@ def test_a_new_drafter_is_not_waited_for_in_vain(
             meanwhile=lambda: None,
             ended=lambda: end == "now",
         )
+
+
+def test_large_models_have_longer_to_start(tmp_path: Path) -> None:
+    """A minute for each GB of both models' weights, on top of the setting."""
+    for name, size in (("target", 2_000_000_000), ("drafter", 500_000_000)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+    pair = Pair(str(tmp_path / "target"), str(tmp_path / "drafter"), "mlx")
+    settings = StackSettings(start_timeout_s=10.0)
+    assert readiness.allow_loading(settings, pair).start_timeout_s == 10.0 + 120.0 + 30.0
+    none = Pair(str(tmp_path / "nothing"), "", "ngram")
+    assert readiness.allow_loading(settings, none) == settings

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.decoding import grammar_check
-from protocol.decoding.grammar import Grammar, json_grammar
+from protocol.decoding import grammar, grammar_check
+from protocol.decoding.grammar import Grammar, json_grammar, load_tokenizer
 from protocol.decoding.grammar_check import GrammarChecker
+from protocol.decoding.stop_tokens import read_stop_ids
 from protocol.errors import ProtocolError, RuntimeFailure, ServiceLost, UsageError
 from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
@@ -210,3 +211,27 @@ def test_answers_share_what_was_compiled(folder: Path) -> None:
     assert first.advance(letter)
     assert second.advance(letter)
     assert not first.advance(letter)
+
+
+def test_a_tokenizer_is_loaded_once_before_the_first_grammar(tmp_path: Path) -> None:
+    """Neither the first grammar nor the list of characters loads it again."""
+    folder = write_tiny_model(tmp_path / "t", "llama", seed=1)
+    load_tokenizer(folder)
+    before = grammar._tokenizer.cache_info()
+    started = Grammar.start(PERSON, folder, read_stop_ids(folder))
+    assert started.characters
+    after = grammar._tokenizer.cache_info()
+    assert (after.misses, after.hits > before.hits) == (before.misses, True)
+
+
+def test_the_process_starts_before_the_first_grammar(folder: Path) -> None:
+    """Who prepares has the process that checks; after the end there is none."""
+    checker = GrammarChecker(str(folder))
+    checker.prepare()
+    process = checker._process
+    assert process is not None
+    checker.check(PERSON)
+    assert checker._process is process
+    checker.close()
+    checker.prepare()
+    assert checker._process is None

@@ -237,3 +237,21 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     assert "ppp" not in kinds
     assert kinds.count("v") >= kinds.count("p") - 2
     assert committed[3:] == plain("llama", prompt, len(committed) - 3, Sampling())
+
+
+def test_a_long_chunk_lets_a_sign_of_life_through() -> None:
+    """A drafter's chunk is expected to take two seconds at most, however slow the machine."""
+    for tokens_per_s, size in ((5, 16), (60, 112), (1000, 512)):
+        sizer = ChunkSizer(512, short=True)
+        assert sizer.size(alone=True, left=4096) == 512  # nothing is measured yet
+        sizer.observe(512, 512 / tokens_per_s)
+        assert sizer.size(alone=True, left=4096) == size, tokens_per_s
+
+
+def test_a_targets_chunks_do_not_depend_on_the_clock() -> None:
+    """Where nobody waits they have one size, and what they take is known from the last."""
+    sizer = ChunkSizer(512)
+    assert sizer.expected_s == 0.0
+    sizer.observe(32, 1.0)
+    assert sizer.size(alone=True, left=4096) == 512
+    assert sizer.expected_s == 16.0

@@ -51,3 +51,13 @@ def test_a_silent_orchestrator_is_dead() -> None:
         body.after(1.0)
     with pytest.raises(DeadlineExceeded, match="silent for 60 s"):
         body.after(1.0)
+
+
+def test_a_long_call_is_announced() -> None:
+    """At once, with ten times what it is expected to take; a short one is not."""
+    body = Body()
+    body.heartbeat.beat(3, expected_s=1.0)
+    assert body.sent == []
+    body.heartbeat.beat(3, expected_s=16.0)
+    body.heartbeat.beat(3, expected_s=1e6)
+    assert body.sent == [Heartbeat(3, 160.0), Heartbeat(3, 3600.0)]
