@@ -1,8 +1,8 @@
-"""Every message, typed. One union per direction; each docstring says who sends it and what answers.
+"""All messages, typed. One union per direction; each docstring names the sender and the answer.
 
-A message travels as one msgpack map whose `type` is the struct's tag. Unknown fields are
-rejected (`codec.py`). Every message about a round carries (sequence, round), so that a
-stale one can be recognised and dropped. Tokens are ids of the *target's* vocabulary.
+A message travels as one msgpack map whose `type` is the struct's tag. Unknown fields are rejected
+(`codec.py`). Every message about a round carries (sequence, round), so that a stale one can be
+recognised and dropped. Tokens are ids of the *target's* vocabulary.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,19 +22,19 @@ MAX_BRANCHES = 4096
 MAX_PREPARED = 256
 """Most branches that a drafter is asked to prepare in a round (B)."""
 MAX_ITEMS = 4096
-"""Most turns of a conversation, stop strings, or whatever else a request lists."""
+"""Most turns of a conversation, stop strings, or other items of a list in a request."""
 
 MAX_ERROR = 4096
 """Longest error of a service, in characters."""
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
-"""Longest grammar: the models compile it in line with other work."""
+"""Longest grammar: the models compile it inline with other work."""
 
 MAX_DEPTH = 256
 """Deepest tree, and longest draft."""
 MAX_NODES = 64
-"""Most draft tokens of a tree that is verified."""
+"""Most draft tokens of a verified tree."""
 MAX_SIBLINGS = 15
-"""Most candidates that a drafter names beside the best one."""
+"""Most alternatives of a drafter to its best candidate."""
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -43,10 +43,10 @@ Name = Annotated[str, msgspec.Meta(max_length=4096)]
 """The name of a model, a backend or a device; a model's may be a path."""
 
 Parents = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_BRANCHES)]
-"""Of each token of a tree but its first ones, an index; see where it is used."""
+"""Parent index of each token of a tree, except the first ones; see its uses."""
 
 END_OF_BRANCH = -1
-"""Stands in `DraftTree.tokens` for a branch that has no further token."""
+"""Marks a branch in `DraftTree.tokens` that has no further token."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request does to logits before a token is drawn, in `logits_processor.py`."""
+    """Processing of a request's logits before sampling, implemented in `logits_processor.py`."""
 
     logit_bias: Annotated[
         tuple[tuple[Token, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], ...],
@@ -64,22 +64,23 @@ class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.1, le=10.0)] = 1.0
     """Divides positive logits of tokens of the prompt and the answer, multiplies the others."""
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken from the logits of the answer's tokens."""
+    """Subtracted from the logits of the answer's tokens."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    """Taken from the logits of the answer's tokens, as often as they occur in it."""
+    """Subtracted from the logits of the answer's tokens, once per occurrence."""
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
-    """What the answer must be, in llguidance's Lark dialect; empty: anything."""
+    """Grammar of the answer, in llguidance's Lark dialect; empty: unconstrained."""
     answer_from: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Position of the answer's first token. The orchestrator fills this in, and what follows."""
+    """Position of the answer's first token. Filled in by the orchestrator, like the next fields."""
     answer_until: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Length of the sequence at which the answer is cut off; 0: nowhere. A grammar's end comes
-    before that if it can."""
+    """Length of the sequence at which the answer is cut off; 0: unlimited. A grammar ends before
+    that if it can.
+    """
     stop_ids: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Tokens that may end an answer where its grammar allows an end."""
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn; temperature 0 is greedy. `sampling_params.py` checks combinations.
+    """Sampling parameters; temperature 0 is greedy. `sampling_params.py` checks combinations.
 
     Under the coupled rule (`sampler.py`) the output is a function of (model, prompt, Sampling)
     alone; under the rejection rule (`rejection.py`) its distribution is.
@@ -92,21 +93,21 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     acceptance: Acceptance = "coupled"
     draft_temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
-    """The drafter's own; None is the target's. It changes what is proposed, not what is said."""
+    """Temperature of the drafter; None: the target's. It affects proposals, not the output."""
     draft_top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
-    """The drafter's own; None is the target's."""
+    """Top-p of the drafter; None: the target's."""
     saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
-    """Rejection rule: the drafter's weight (C) for the tokens that are prepared for; 1 is off."""
+    """Rejection rule: the drafter's weight (C) for tokens whose outcomes are prepared; 1 is off."""
     logits_options: LogitsOptions | None = None
-    """Bias, penalties, grammar; both models apply them alike."""
+    """Bias, penalties, grammar; both models apply them identically."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    """Report the target's own log-probability of each token, and of this many best ones."""
+    """Report the target's log-probability of each token, and of this many best ones."""
 
 
 class DraftDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The distribution that a draft token was drawn from (q): tokens and their probabilities.
+    """The distribution that a draft token was sampled from (q): tokens and their probabilities.
 
-    Without tokens: the draft token was not drawn but named (all probability is its own).
+    Without tokens: the draft token was proposed deterministically (q is one).
     """
 
     tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_BRANCHES)] = []
@@ -124,39 +125,40 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank: int
     host: str
     pid: int
-    """On its own machine."""
+    """Process id on its machine."""
     weight_bytes: int
-    """Of its part of the model."""
+    """Size of its part of the model."""
     latency_ms: float
-    """Of a small array to the next rank; measured when the group was formed."""
+    """Latency of a small array to the next rank; measured when the group was formed."""
     mbytes_per_s: float
-    """Of a large array to the next rank."""
+    """Throughput of a large array to the next rank."""
     part: str = ""
-    """Its layers, for people: 0-11, or 1/2 of all."""
+    """Its layers, for users: 0-11, or 1/2 of all."""
     free_bytes: int = 0
-    """Of its memory once it had loaded; on a machine with several ranks, its share."""
+    """Free memory after loading; on a machine with several ranks, its share."""
     pass_ms: float = 0.0
-    """Of a pass of one token over all ranks, exchanges included; 0: without a model."""
+    """Time of a pass of one token over all ranks, exchanges included; 0: without a model."""
     read_bytes_s: float = 0.0
-    """How fast it reads weights; 0: not measured."""
+    """Rate at which it reads weights; 0: not measured."""
 
 
 class FeatureRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a drafter reads of the target: hidden states of some layers, for every committed token.
+    """The target's features for a drafter: hidden states of some layers, per committed token.
 
-    The layers' outputs stand side by side.
+    The layers' outputs are concatenated.
     """
 
     layers: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
-    """From 0."""
+    """Layer numbers, from 0."""
     normalization: Literal["layer", "joint", "final", "none"] = "layer"
-    """What is done to the outputs first. layer, joint: each, or all together, are divided by their
-    root mean square. final: they go through the target's own last norm."""
+    """Normalization of the outputs. layer, joint: each, or all together, are divided by their
+    root mean square. final: the target's final norm is applied.
+    """
     projection: str = ""
     """A safetensors file whose `fc.weight` the verifier applies; empty: none."""
     dtype: Literal["float16", "float32"] = "float16"
     window: Annotated[int, msgspec.Meta(ge=1)] = 4096
-    """How many of a sequence's last positions are worth keeping."""
+    """Number of a sequence's last positions worth keeping."""
 
 
 _MillisecondsByRows = Annotated[
@@ -169,7 +171,7 @@ _MillisecondsByRows = Annotated[
 
 
 class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long a verifier's passes took at load, in milliseconds by their tokens."""
+    """Milliseconds of a verifier's passes by their tokens, measured at load."""
 
     chains: _MillisecondsByRows = {}
     trees: _MillisecondsByRows = {}
@@ -188,29 +190,30 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True)
     vocabulary_size: int
     """Tokens in that map (not the padded height of the head); 0 without a model."""
     context_length: int
-    """Tokens the model can attend to; 0 means any number."""
+    """Tokens the model can attend to; 0 means unlimited."""
     compute_unit: Name
     max_draft_tokens: int
     """Verifier: longest draft it can roll back (0: it decodes plainly). Drafter: deepest tree."""
     kv_tokens: int = 0
-    """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
+    """Verifier: total KV capacity in tokens for all open sequences; 0 means unlimited."""
     kv_limit: Name = ""
-    """Verifier: what `kv_tokens` follows from, for people."""
+    """Verifier: the reason for `kv_tokens`, for users."""
     rewinding: Name = ""
-    """Verifier: the kinds of its model's layers, and how they go back after a rejected draft."""
+    """Verifier: the kinds of its model's layers, and how they roll back a rejected draft."""
     weight_bytes: int = 0
-    """Verifier: how much of its weights a pass over few tokens reads; 0: unknown."""
+    """Verifier: bytes of weights that a pass over few tokens reads; 0: unknown."""
     started_ns: int = 0
-    """When its process began, by the machine's monotonic clock; 0 means unknown."""
+    """Start time of its process, by the machine's monotonic clock; 0 means unknown."""
     ranks: list[RankStatus] = []
-    """Verifier: the processes that the model is spread over; empty for a single one."""
+    """Verifier: the processes that share the model; empty for a single one."""
     pass_times: PassTimes = PassTimes()
-    """Verifier: what the planner starts from; empty: not measured."""
+    """Verifier: initial estimates for the planner; empty: not measured."""
     features: FeatureRequest | None = None
-    """Drafter: what it reads of the target; None if it reads nothing."""
+    """Drafter: the target features that it reads; None if it reads none."""
     takes_trees: bool = False
-    """Verifier: whether `Verify` may carry a tree. Drafter: whether `Prepare` may, and whether it
-    answers with trees if it is asked for siblings."""
+    """Verifier: accepts trees in `Verify`. Drafter: accepts trees in `Prepare`, and answers with
+    trees if siblings are requested.
+    """
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -218,16 +221,16 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 RejectedKind = Literal["invalid", "busy", "unavailable"]
-"""What is in the way: the request itself, other requests, or the stack's state."""
+"""Cause of the rejection: the request itself, other requests, or the stack's state."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
-    """Orchestrator -> service or client: the message is refused, for this reason."""
+    """Orchestrator -> service or client: the message is rejected, for this reason."""
 
     reason: str
     kind: RejectedKind = "invalid"
     request: int = 0
-    """The client's request that is refused; 0 if the message was no request."""
+    """The client's rejected request; 0 if the message was not a request."""
 
 
 class Stop(Message, frozen=True, tag="stop"):
@@ -237,8 +240,8 @@ class Stop(Message, frozen=True, tag="stop"):
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Service -> orchestrator: the working thread is alive. Answer: Heartbeat.
 
-    Sent when nothing else was sent for a second. `sequence` is what is being worked on, 0
-    while the service waits for work; the orchestrator's answer repeats it.
+    Sent when nothing else was sent for a second. `sequence` is the one in progress, 0 while the
+    service waits for work; the orchestrator's answer repeats it.
     """
 
     sequence: int = 0
@@ -248,14 +251,14 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Identify(Message, frozen=True, tag="identify"):
-    """Orchestrator -> service: you are unknown here (a restart?); say Hello. Answer: Hello.
+    """Orchestrator -> service: you are unknown (a restart?); say Hello. Answer: Hello.
 
     Open sequences are forgotten on both sides.
     """
 
 
 class Failed(Message, frozen=True, tag="failed", kw_only=True):
-    """Service -> orchestrator: the sequence could not be served; the process goes on."""
+    """Service -> orchestrator: the sequence failed; the process continues."""
 
     sequence: int
     error: Annotated[str, msgspec.Meta(max_length=MAX_ERROR)]
@@ -283,7 +286,7 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
     length: int
     prefill_ms: Milliseconds
     cached: int = 0
-    """How many of them were not computed, because the KV of another sequence had them."""
+    """Number of them that were not computed, because the KV of another sequence had them."""
     at_ns: int = 0
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
@@ -291,7 +294,7 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
 class PrefillProgress(Message, frozen=True, tag="prefilling", kw_only=True):
     """Verifier -> orchestrator: the sequence holds `length` tokens so far. No answer.
 
-    Sent now and then while a long prompt is computed.
+    Sent periodically during a long prefill.
     """
 
     sequence: int
@@ -299,9 +302,9 @@ class PrefillProgress(Message, frozen=True, tag="prefilling", kw_only=True):
 
 
 class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
-    """Orchestrator -> service: the sequence is over. No answer.
+    """Orchestrator -> service: the sequence has ended. No answer.
 
-    The service may keep its KV, within bounds of its own, for a sequence with the same beginning.
+    The service may keep its KV, within its own limits, for a sequence with the same prefix.
     """
 
     sequence: int
@@ -310,8 +313,8 @@ class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
 class Features(Message, frozen=True, tag="features", kw_only=True):
     """Verifier -> orchestrator -> drafter: the target's states at `count` committed tokens.
 
-    Sent before the `Prefilled` or `VerificationOutcome` that commits these tokens, and again
-    for a drafter that came later. No answer.
+    Sent before the `Prefilled` or `VerificationOutcome` that commits these tokens, and again for a
+    drafter that joined later. No answer.
     """
 
     sequence: int
@@ -321,23 +324,23 @@ class Features(Message, frozen=True, tag="features", kw_only=True):
     data: bytes
     """[count, width] numbers of `FeatureRequest.dtype`, little-endian."""
     request: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """`ReadTarget.number`: what was under way for another drafter is not for this one."""
+    """`ReadTarget.number`: features requested for another drafter are not for this one."""
 
 
 # ---------------------------------------------------------------- verifier
 
 
 class ReadTarget(Message, frozen=True, tag="read", kw_only=True):
-    """Orchestrator -> verifier: send these features from now on, and first what there is of them.
+    """Orchestrator -> verifier: send these features from now on, starting with existing ones.
 
-    Without `features`: send none any more. Answer: Failed of sequence 0 if that cannot be done.
+    Without `features`: stop sending any. Answer: Failed of sequence 0 if that is impossible.
     """
 
     features: FeatureRequest | None = None
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Later ones have larger numbers."""
+    """Increases with every message."""
     sequence: Literal[0] = 0
-    """None; every sequence is meant."""
+    """Always 0: the message concerns all sequences."""
 
 
 class Verify(Message, frozen=True, tag="verify", kw_only=True, omit_defaults=True):
@@ -345,7 +348,7 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True, omit_defaults=Tru
 
     nodes[0] is the pending token and `position` its position; the KV holds exactly the tokens
     before it, which the verifier checks. nodes[i] follows nodes[parents[i - 1]], an earlier one;
-    without parents each follows the one before it: a chain. Siblings differ
+    without parents each follows the previous one: a chain. Siblings differ
     (`protocol.decoding.token_tree`).
     """
 
@@ -355,76 +358,79 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True, omit_defaults=Tru
     nodes: Tokens
     parents: Parents = []
     distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
-    """What nodes[1:] was drawn from, under the rejection rule, which judges chains alone; empty
-    if nothing was drawn."""
+    """Distributions of nodes[1:] under the rejection rule, which applies to chains only; empty
+    if they were not sampled.
+    """
     granted: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """How many tokens may follow the outcome unasked. Each comes from a pass over the token before
-    it alone, and as if asked for by a `Verify`: an outcome of its own, in rounds counted on."""
+    """Number of free-running tokens that may follow the outcome. Each comes from a pass over the
+    previous token alone, as if requested by a `Verify`: with an outcome of its own, in
+    consecutive rounds.
+    """
     stop_ids: Tokens = []
-    """Tokens after which none follows unasked."""
+    """Tokens that end the free run."""
     drafter_idle: bool = False
-    """Whether no draft is prepared meanwhile, so that the drafter's cores are free."""
+    """True if no draft is prepared meanwhile, so that the drafter's cores are free."""
 
 
 class Revoke(Message, frozen=True, tag="revoke", kw_only=True):
-    """Orchestrator -> verifier: no more tokens unasked than are announced already.
+    """Orchestrator -> verifier: end the free run after the token already announced.
 
-    The outcome that was announced last says that none follows. A verifier that has ended them by
-    itself meanwhile has said so, and does nothing.
+    The outcome announced last says that none follows. A verifier that has ended the run by itself
+    has reported so, and does nothing.
     """
 
     sequence: int
     round: int
-    """Of the `Verify` that granted them."""
+    """Round of the `Verify` that granted the run."""
 
 
 class Extend(Message, frozen=True, tag="extend", kw_only=True):
-    """Orchestrator -> verifier: more tokens may follow unasked than its `Verify` said.
+    """Orchestrator -> verifier: grant more free-running tokens than its `Verify` did.
 
-    Sent long before they have come to an end, so that the verifier need not stand still. One that
-    has ended them by itself meanwhile has said so, and does nothing.
+    Sent long before the run ends, so that the verifier need not pause. A verifier that has ended
+    the run by itself has reported so, and does nothing.
     """
 
     sequence: int
     round: int
-    """Of that `Verify`."""
+    """Round of that `Verify`."""
     granted: Annotated[int, msgspec.Meta(ge=1)]
-    """How many more."""
+    """Number of additional tokens."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The target's own log-probability of an emitted token, and of the likeliest ones."""
+    """The target's log-probability of an emitted token, and of the most likely ones."""
 
     own: float
     best: list[tuple[Token, float]]
 
 
 class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True, omit_defaults=True):
-    """Verifier -> orchestrator: `accepted` draft tokens stand, then comes `bonus`."""
+    """Verifier -> orchestrator: `accepted` draft tokens, followed by `bonus`."""
 
     sequence: int
     round: int
     accepted: Annotated[int, msgspec.Meta(ge=0)]
     bonus: Token
     goes_on: bool = False
-    """Whether the next token follows unasked (`Verify.granted`)."""
+    """True if the next token follows by itself (`Verify.granted`)."""
     node: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Of a tree: the index of the last token that stands, `accepted` steps from the first."""
+    """For a tree: the index of the last accepted token, `accepted` steps from the first."""
     verify_ms: float
     idle_ms: float
     """Time the verifier waited between its last answers and this forward pass."""
     sequences: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """How many sequences were verified in this pass."""
+    """Number of sequences verified in this pass."""
     logprobs: list[TokenLogprobs] = []
-    """Of the accepted tokens and the bonus token, if the request asked for them."""
+    """For the accepted tokens and the bonus token, if the request has `logprobs`."""
     rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Tokens of all their trees; 0 stands for this tree's own."""
+    """Tokens of all their trees; 0 means this tree's only."""
     at_ns: int = 0
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
     @property
     def row(self) -> int:
-        """The index of the last token that stands, of a tree or a chain."""
+        """The index of the last accepted token, of a tree or a chain."""
         return self.accepted if self.node is None else self.node
 
 
@@ -434,11 +440,11 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True, omi
 class Prepare(Message, frozen=True, tag="prepare", kw_only=True, omit_defaults=True):
     """Orchestrator -> drafter: prepare branches for the outcomes of a verification.
 
-    `tokens` are the committed tokens from position `base` on, so that a drafter can first
-    rewind to `base`. What is verified follows them, `nodes` and `parents` as in `Verify`.
-    `fan_out[i]` bonus tokens are wanted behind nodes[i], none of them a child of it, each
-    continued for up to `depth` tokens. Answer: a stream of DraftTree, one per depth, until
-    done or until a newer message arrives.
+    `tokens` are the committed tokens from position `base` on, so that a drafter can first rewind to
+    `base`. The verified tree follows them, `nodes` and `parents` as in `Verify`. `fan_out[i]` is
+    the number of bonus tokens to prepare after nodes[i], none of them a child of it, each continued
+    for up to `depth` tokens. Answer: a stream of DraftTree, one per depth, until done or until a
+    newer message arrives.
     """
 
     sequence: int
@@ -452,18 +458,19 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True, omit_defaults=T
     depth: Annotated[int, msgspec.Meta(ge=0)]
     parents: Parents = []
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """How many of the best tokens Saguaro sampling holds back (F)."""
+    """Number of the best tokens that Saguaro sampling holds back (F)."""
     siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
-    """How many candidates are wanted beside the best one, wherever a token is drafted. They
-    cost the drafter no forward pass."""
+    """Number of alternatives requested for each draft token. They cost the drafter no forward
+    pass.
+    """
 
 
 class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=True):
     """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
 
     Answer: DraftTree with the single branch (accepted, pending), one per depth. With a count of 0
-    there is no answer: it ends a draft that is not waited for any more, or has the drafter take in
-    tokens before it is asked for a draft.
+    there is no answer: it cancels a draft that is no longer awaited, or has the drafter process
+    tokens before a draft is requested.
     """
 
     sequence: int
@@ -474,19 +481,19 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=Tr
     accepted: Annotated[int, msgspec.Meta(ge=0)]
     count: Annotated[int, msgspec.Meta(ge=0)]
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """See `Prepare`, as for the next one."""
+    """The fields of `Prepare`."""
     siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
 
 
 class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=True):
     """Drafter -> orchestrator: one depth of every branch prepared in `round`.
 
-    Depth 1 carries `outcomes`, a pair (index of the last node that stands, bonus token) per
-    branch, which later depths leave empty; in a chain that index is the number of accepted
-    tokens. Without `parents`, tokens[b] is the depth-th draft token of branch b, or
-    END_OF_BRANCH. With them, tokens[b] follows token parents[b] of the depth before, at depth 1
-    outcome parents[b]; siblings stand in falling order of likelihood. `last` says that no deeper
-    message of this round follows.
+    Depth 1 carries `outcomes`, a pair (index of the last accepted node, bonus token) per branch,
+    which later depths leave empty; in a chain that index is the number of accepted tokens. Without
+    `parents`, tokens[b] is the depth-th draft token of branch b, or END_OF_BRANCH. With them,
+    tokens[b] follows token parents[b] of the previous depth, at depth 1 outcome parents[b];
+    siblings are in falling order of likelihood. `last` says that no deeper message of this round
+    follows.
     """
 
     sequence: int
@@ -501,9 +508,9 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=Tr
     confidences: Annotated[
         list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]], msgspec.Meta(max_length=MAX_BRANCHES)
     ]
-    """Per token, how sure the drafter is of it: its own probability, 0 to 1."""
+    """Confidence of the drafter in each token: the token's probability, 0 to 1."""
     distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
-    """Per branch, what its token was drawn from; empty if none was drawn."""
+    """Distribution that each branch's token was sampled from; empty if none was sampled."""
     draft_ms: Milliseconds
     """Time the drafter worked for this message."""
     last: bool = False
@@ -514,7 +521,7 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=Tr
 Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
-FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
+FromDraftServer = FromDrafter | Rejected  # over a network the peer may be busy
 ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
 FromVerifier = (
     Hello | Prefilled | PrefillProgress | VerificationOutcome | Features | Failed | Heartbeat
@@ -547,17 +554,17 @@ FromService = (
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation, as chat templates know it."""
+    """One turn of a conversation, in the format of chat templates."""
 
     role: str
     content: str
     name: str = ""
     tool_calls: list[dict[str, Any]] = []
-    """What the assistant called: {type, id, function: {name, arguments}}, arguments as a map."""
+    """Calls of the assistant: {type, id, function: {name, arguments}}, arguments as a map."""
     tool_call_id: str = ""
-    """Which call this tool's message answers."""
+    """The call that this tool's message answers."""
     reasoning_content: str = ""
-    """What the assistant thought before it answered; templates decide what to do with it."""
+    """The assistant's reasoning before its answer; templates decide how to use it."""
 
 
 class Generate(Message, frozen=True, tag="generate", kw_only=True):
@@ -572,7 +579,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     text: str = ""
     tokens: Tokens = []
     tools: list[dict[str, Any]] = []
-    """Functions that the model may call, as its chat template shows them."""
+    """Functions that the model may call, in the format of its chat template."""
     template_options: dict[str, Any] = {}
     """Further variables of the chat template, such as enable_thinking."""
     sampling: Sampling = Sampling()
@@ -582,30 +589,31 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Draft tokens per round; 0: the planner decides."""
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Most draft tokens per round that the planner may choose; 0: any number."""
+    """Limit on the planner's draft tokens per round; 0 is unlimited."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
-    """Branches prepared per round (B); 0 leaves it to the orchestrator."""
+    """Branches prepared per round (B); 0: the orchestrator decides."""
     tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
-    """Draft tokens of the trees that are verified; 0 and 1: chains."""
+    """Draft tokens of verified trees; 0 and 1: chains."""
     trace: bool = False
-    """Whether `Finished` is to hold the timeline."""
+    """Include the timeline in `Finished`."""
     answer_tokens: Tokens = []
-    """What the answer begins with: the client has these tokens already."""
+    """Beginning of the answer as tokens, which the client has already."""
     answer_start: str = ""
-    """The same as text, which follows `answer_tokens`."""
+    """Beginning of the answer as text, after `answer_tokens`."""
     special_text: bool = False
-    """Whether special tokens are text too, stop tokens aside: some models mark thoughts or
-    calls of tools by them."""
+    """Output special tokens, except stop tokens, as text: some models mark reasoning or tool
+    calls by them.
+    """
     client: str = ""
-    """With whose requests this one shares the places; empty: its connection's own."""
+    """Client with which this request shares its places; empty: the connection is the client."""
     group: int = 0
-    """Shared by all answers to one request of that client; 0: there is only this one."""
+    """Group of all answers to one request of that client; 0: there is only this one."""
     is_background: bool = False
-    """Whether requests that are not may go before it: nobody waits for its answer."""
+    """Let other requests go first: no user waits for the answer."""
     count_only: bool = False
     """Only tokenise the prompt: Finished comes at once, with its tokens and without an answer."""
     progress: bool = False
-    """Whether the client wants `Progress` while its prompt is computed."""
+    """Send `Progress` during the prefill."""
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
@@ -615,15 +623,18 @@ class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
 
 
 Origin = Literal["target", "hit", "miss", "lookup"]
-"""Where an emitted token came from: the target's own, or an accepted draft token of a
-chain that was prepared in time (hit), drafted while the target waited (miss), or found by
-lookup in prompt and answer (lookup)."""
+"""Origin of an emitted token: the target, or an accepted draft token of a chain that was
+prepared in time (hit), drafted while the target waited (miss), or found by prompt lookup
+(lookup).
+"""
 TokenOrigin = Literal["target", "hit", "miss", "lookup", "branch"]
-"""The same, with accepted draft tokens that only a tree offered beside the likeliest chain."""
+"""Origins including accepted draft tokens that only a tree offered, as siblings of the likely
+chain.
+"""
 
 
 class ShownToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token as clients see it, with the target's own log-probability of it."""
+    """A token as shown to clients, with the target's log-probability of it."""
 
     text: str
     data: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
@@ -632,14 +643,14 @@ class ShownToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One emitted token, and the likeliest ones at its place."""
+    """One emitted token, and the most likely ones at its position."""
 
     chosen: ShownToken
     best: list[ShownToken]
 
 
 class Text(Message, frozen=True, tag="text", kw_only=True):
-    """Orchestrator -> client: newly emitted tokens, and the text that became certain with each.
+    """Orchestrator -> client: new tokens, and the text that became final with each.
 
     Text that was held back until the end comes as a last piece without a token.
     """
@@ -649,46 +660,47 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
     origins: list[TokenOrigin]
     pieces: list[str]
     logprobs: list[Logprobs] = []
-    """One per token, if asked for; they come when all of the token's text is certain, too."""
+    """One per token, if requested; sent once all of the token's text is final."""
 
     @property
     def text(self) -> str:
-        """All pieces together."""
+        """The concatenated pieces."""
         return "".join(self.pieces)
 
 
 class Progress(Message, frozen=True, tag="progress", kw_only=True):
-    """Orchestrator -> client, if it asked for it: how much of the prompt is computed.
+    """Orchestrator -> client, if requested: how much of the prompt is computed.
 
-    Sent now and then while a long prompt is computed, and once when all of it is.
+    Sent periodically during a long prefill, and once at its end.
     """
 
     request: int
     prompt_tokens: int
     computed: int
-    """Or taken from the KV of earlier requests."""
+    """Tokens computed, or taken from the KV of earlier requests."""
     cached: int = 0
-    """How many were taken from there; known once the whole prompt is computed."""
+    """Number of tokens from that KV; known once the whole prompt is computed."""
 
 
 class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rounds whose chain came from one origin, added up, without a request's first."""
+    """Totals of the rounds whose chain had one origin, without a request's first round."""
 
     rounds: int = 0
     tokens: int = 0
-    """What they brought, bonus tokens included."""
+    """Tokens emitted by these rounds, bonus tokens included."""
     drafted: int = 0
-    """Draft tokens that they verified."""
+    """Draft tokens verified by these rounds."""
     verify_ms: float = 0.0
     cache_lookups: int = 0
-    """Rounds beside which a drafter prepared outcomes: each ends with a look into the
-    speculation cache."""
+    """Rounds during which a drafter prepared outcomes: each ends with a lookup in the
+    speculation cache.
+    """
     cache_hits: int = 0
-    """How many of these ended in a prepared outcome."""
+    """Number of these that ended in a prepared outcome."""
 
 
 class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one request did. Definitions: docs/guide/statistics.md; times in the unit named."""
+    """Statistics of one request. Definitions: docs/guide/statistics.md; times in the named unit."""
 
     ttft_ms: float
     decode_s: float
@@ -701,7 +713,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mean_acceptance_length: float
     per_position: list[float]
     offered_per_position: list[int] = []
-    """Rounds that offered a draft token at each position, and below those that kept it."""
+    """Rounds that offered a draft token at each position, and below those that accepted it."""
     accepted_per_position: list[int] = []
     cache_hits: int
     cache_misses: int
@@ -714,44 +726,46 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drafter_restarts: int
     verifier_restarts: int
     plain_rounds: int
-    """Rounds without speculation because plain decoding was faster, or to measure it."""
+    """Rounds without speculation because plain decoding was faster, or was being measured."""
     predicted_tok_s: float
-    """What the planner predicted before each round, over the whole answer; 0 if it could not."""
+    """The planner's predictions over the whole answer; 0 if there were none."""
     stale_trees: int = 0
-    """Messages of the drafter that were dropped: too late, twice, or out of order."""
+    """Messages of the drafter that were dropped: late, duplicate, or out of order."""
     plain_tok_s: float
-    """Speed of plain decoding beside which speculation was judged; 0 if it was not measured
+    """Speed of plain decoding against which speculation was judged; 0 if it was not measured
     since the orchestrator started, too long ago, or on a machine that has become slower or
-    faster since."""
+    faster since.
+    """
     plain_age_s: float = 0.0
-    """How long before the end of the answer it was measured last."""
+    """Time between its last measurement and the end of the answer."""
     tree_rounds: int = 0
-    """Rounds that verified a tree that is no chain."""
+    """Rounds that verified a tree with siblings."""
     branch_tokens: int = 0
-    """Accepted draft tokens that stood beside the likeliest chain: what trees added."""
+    """Accepted draft tokens outside the most likely chain: the gain of trees."""
     drafter: str = ""
     """Backend and model that drafted, the last if there were several; empty: none."""
     state_bytes: int = 0
-    """The target's states that went to the drafter while it decoded, in bytes."""
+    """Size of the target's states that were sent to the drafter during decoding."""
     offered_by_lag: list[int] = []
-    """Draft tokens by lag, from 1: how many tokens before them the target had not seen yet when
-    they were drafted. In a chain that was prepared these are the chain before it, too."""
+    """Draft tokens by lag, from 1: the number of tokens before them that the target had not seen
+    yet when they were drafted. For a prepared chain these include the previous chain.
+    """
     accepted_by_lag: list[int] = []
     rewinding: str = ""
-    """As in `Hello`."""
+    """Rollback method (`Hello`)."""
     by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
-    """How often the outcome was the i-th best candidate that was prepared for its length."""
+    """Rounds whose outcome was the i-th best candidate prepared for its length."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 
 
 HISTOGRAM_BOUNDS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-"""Upper bounds of the classes in which times of rounds are counted; one more class follows."""
+"""Upper bounds of the histogram buckets for times of rounds; one more bucket follows."""
 
 
 class TimingHistogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How often a time fell into each class of `HISTOGRAM_BOUNDS_MS`, and the sum of all."""
+    """Counts of times by bucket of `HISTOGRAM_BOUNDS_MS`, and their sum."""
 
     counts: list[int]
     sum_ms: float
@@ -764,7 +778,7 @@ Track = Literal["orchestrator", "verifier", "drafter"]
 
 
 class TraceEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a process did for a request, and when, on the machine's monotonic clock."""
+    """An event of a process for a request, on the machine's monotonic clock."""
 
     track: Track
     name: str
@@ -774,23 +788,23 @@ class TraceEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Finished(Message, frozen=True, tag="finished", kw_only=True):
-    """Orchestrator -> client: the request is over."""
+    """Orchestrator -> client: the request has ended."""
 
     request: int
     reason: FinishReason
     prompt_tokens: int
     cached_tokens: int = 0
-    """How many of them the target took from the KV of earlier requests."""
+    """Number of them that the target took from the KV of earlier requests."""
     statistics: Statistics
     histograms: dict[str, TimingHistogram] = {}
-    """Per phase, the times of the rounds whose medians are in `statistics`."""
+    """Times per phase of the rounds whose medians are in `statistics`."""
     stop_string: str = ""
     """The stop string that ended the answer, if one did."""
     error: str = ""
     prompt: Tokens = []
     """The prompt itself, if it was only to be counted."""
     timeline: list[TraceEvent] = []
-    """If it was asked for."""
+    """Events of each process, if requested."""
 
     @property
     def prefilled_tokens(self) -> int:
@@ -805,7 +819,7 @@ class StatusRequest(Message, frozen=True, tag="status?"):
     """Client or supervisor -> orchestrator: report your state. Answer: Status."""
 
     request: int = 0
-    """One of the client's own requests, to learn whether it is still served; 0 asks for none."""
+    """One of the client's requests, to ask if it is still served; 0 for none."""
     question: int = 0
     """The client's number of this question; the answer repeats it."""
 
@@ -820,23 +834,23 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     compute_unit: str
     context_length: int
     weight_bytes: int = 0
-    """As in `Hello`, and the next."""
+    """The fields of `Hello`."""
     ranks: list[RankStatus] = []
     silent_s: float = 0.0
-    """Since the last sign of life of its working thread, while the orchestrator was awake."""
+    """Time since the last sign of life of its working thread, while the orchestrator was awake."""
 
 
 class WindowStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all requests together did in the last `seconds`, ten at most.
+    """Statistics of all requests in the last `seconds`, ten at most.
 
-    Definitions as in `Statistics`, but for `tok_s`.
+    Definitions as in `Statistics`, except for `tok_s`.
     """
 
     seconds: float = 0.0
     busy_s: float = 0.0
-    """Time of it in which any request was running."""
+    """Part of that time in which any request was running."""
     requests: int = 0
-    """Those that ended in it."""
+    """Number of requests that ended in it."""
     tokens: int = 0
     tok_s: float = 0.0
     """Tokens of all requests per busy second; prefill counts as busy."""
@@ -851,40 +865,40 @@ class WindowStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PlannerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the planner would do in the next round."""
+    """The planner's plan for the next round."""
 
     mode: Mode = "ssd"
     speculating: bool = False
-    """False: plain decoding, because it is faster, is being measured, or was asked for."""
+    """False: plain decoding, because it is faster, is being measured, or was requested."""
     num_draft_tokens: int = 0
-    """Longest draft that would be verified; 0 for plain decoding."""
+    """Limit on the draft length; 0 for plain decoding."""
     branches: int = 0
-    """Branches that would be prepared (B); 0 where none are."""
+    """Branches to prepare (B); 0 if none."""
     speculative_tok_s: float = 0.0
     """Speed of recent speculative rounds, per request; 0 if there were none lately."""
     plain_tok_s: float = 0.0
     """Speed of plain rounds, per request; 0 if not measured, as in `Statistics`."""
     plain_age_s: float = 0.0
-    """How long ago it was measured last."""
+    """Time since its last measurement."""
 
 
 SequenceState = Literal["prefill", "verify", "draft", "stranded"]
-"""What a sequence waits for: the prompt, a verification, a draft, or a verifier."""
+"""Event that a sequence waits for: the prompt, a verification, a draft, or a verifier."""
 
 
 class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One running request, up to now."""
+    """Statistics of one running request so far."""
 
     sequence: int
     state: SequenceState
     age_s: float
-    """Since the request arrived."""
+    """Time since the request arrived."""
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int = 0
-    """Of the prompt, while it is computed; told now and then."""
+    """Tokens of the prompt computed so far; updated periodically."""
     tokens: int
-    """Emitted."""
+    """Tokens emitted so far."""
     tok_s: float
     acceptance_rate: float
     hit_rate: float
@@ -900,29 +914,31 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     active: int
     waiting: int
     refused: dict[Role, str] = {}
-    """Why the last service of a role was refused, until one is welcomed."""
+    """Reason for the last rejection by role, until a service is accepted."""
     marked_for_kill: dict[int, str] = {}
-    """Processes that hang or send invalid messages, by pid, and why: the supervisor kills them."""
+    """Processes that hang or send invalid messages, by pid, with the reason: the supervisor
+    kills them.
+    """
     dropped: int = 0
-    """Messages, ever, to services and clients that were gone or did not read."""
+    """Messages dropped since the start, to services and clients that were gone or did not read."""
     longest_step_ms: float = 0.0
     """Processor time of the longest step of the orchestrator's loop in the last seconds."""
     request: int = 0
-    """The request that was asked about."""
+    """The request of the question."""
     question: int = 0
     """The question that this answers."""
     serving: bool = False
-    """Whether it is answered or waits."""
+    """True if that request is in progress or waits."""
     degraded: list[str] = []
-    """What does not work as it should, in sentences; empty if all is well."""
+    """Problems of the stack, in sentences; empty if all is well."""
     window: WindowStats = WindowStats()
-    """What all requests did in the last seconds."""
+    """Statistics of all requests in the last seconds."""
     planner: PlannerState = PlannerState()
-    """For a request that leaves everything to the planner."""
+    """The plan for a request that leaves all options to the planner."""
     sequences: list[SequenceStatus] = []
     """The running requests, the first 64 of them."""
     lookup_only: bool = False
-    """Whether no drafter is wanted: prompt lookup in the orchestrator drafts alone."""
+    """True if no drafter is used: prompt lookup in the orchestrator drafts alone."""
 
     @property
     def drafter(self) -> ServiceStatus | None:
@@ -938,14 +954,14 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
 
 
 class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
-    """Supervisor -> orchestrator: a process ended; `final` means that none will replace it."""
+    """Supervisor -> orchestrator: a process ended; `final` means that it will not be replaced."""
 
     role: Role
     pid: int
     reason: str
     final: bool
     removed: bool = False
-    """A drafter that was taken away on purpose: prompt lookup drafts alone from now on."""
+    """True if a drafter was removed on purpose: prompt lookup drafts alone from now on."""
 
 
 ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
@@ -994,11 +1010,11 @@ class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
     command: list[str] = []
     """Backend stdio: the program that drafts, and its arguments."""
     lines: bool = False
-    """Backend stdio: whether it speaks the line protocol."""
+    """Backend stdio: the program speaks the line protocol."""
     server: str = ""
-    """Backend remote: where the draft server listens."""
+    """Backend remote: the address of the draft server."""
     server_key: str = ""
-    """Backend remote: its public key, or the name under which it is trusted."""
+    """Backend remote: its public key, or its name in the list of trusted keys."""
 
 
 class StackRequest(Message, frozen=True, tag="stack?"):
@@ -1006,7 +1022,7 @@ class StackRequest(Message, frozen=True, tag="stack?"):
 
 
 ProcessState = Literal["starting", "running", "died", "lost"]
-"""`died`: another one is started in its place; `lost`: it was restarted too often."""
+"""`died`: a replacement is being started; `lost`: it was restarted too often."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -1019,9 +1035,9 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     state: ProcessState
     restarts: int
     note: str = ""
-    """More about the state, for people: why it died, where it listens, how long it loads."""
+    """Details of the state for users: why it died, where it listens, how long it loads."""
     device: str = ""
-    """The device it was started for; empty is MLX's own choice."""
+    """The device it was started for; empty: MLX's default."""
 
 
 class Stack(Message, frozen=True, tag="stack", kw_only=True):
@@ -1031,7 +1047,7 @@ class Stack(Message, frozen=True, tag="stack", kw_only=True):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """Supervisor -> CLI: the command was carried out."""
+    """Supervisor -> CLI: the command has been carried out."""
 
 
 ToSupervisor = SwapDrafter | StackRequest
@@ -1041,48 +1057,48 @@ FromSupervisor = Stack | Done | Rejected
 # ---------------------------------------------------------------- several models
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
-"""`failed`: it could not be loaded, or ended by itself; it is tried again when it is asked for."""
+"""`failed`: it could not be loaded, or ended by itself; the next request for it tries again."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of the models that are served."""
+    """One of the served models."""
 
     name: Name
     state: ModelState
     stack: Name
     """Name of its stack while it is loaded, as in `ssd top --name`."""
     note: str = ""
-    """More about the state, for people: why it failed, what it waits for."""
+    """Details of the state for users: why it failed, what it waits for."""
     memory_bytes: int = 0
-    """What its processes hold; of one that is not loaded an estimate, 0 if there is none."""
+    """Memory of its processes; an estimate if it is not loaded, 0 if there is none."""
     answering: int = 0
-    """Requests that hold it."""
+    """Number of requests that use it."""
     waiting: int = 0
     """Requests that wait for it to be loaded."""
 
 
 class UseModel(Message, frozen=True, tag="use", kw_only=True):
-    """Gateway -> model server: load this model if it is not, and keep it until it is released.
+    """Gateway -> model server: load this model if needed, and keep it until it is released.
 
-    Each use has a connection of its own. Answer: ModelReady or Rejected, when it is known.
+    Each use has a separate connection. Answer: ModelReady or Rejected, when it is known.
     """
 
     model: Name
     drafter: Name = ""
-    """One of the model's own drafters; empty: whichever runs."""
+    """One of the model's drafters; empty: the running one."""
 
 
 class ReleaseModel(Message, frozen=True, tag="release"):
-    """Gateway -> model server: the use of this connection is over, or not wanted. No answer."""
+    """Gateway -> model server: release the model of this connection. No answer."""
 
 
 class ModelReady(Message, frozen=True, tag="usable", kw_only=True):
     """Model server -> gateway: the model is loaded and stays so."""
 
     folder: Name
-    """Of the target."""
+    """Folder of the target."""
     sampling: Sampling
-    """What requests get that do not say otherwise."""
+    """Defaults of requests."""
 
 
 class ModelsRequest(Message, frozen=True, tag="models?"):

@@ -1,7 +1,7 @@
-"""The settings that each child is started with: frozen, typed, unknown keys rejected.
+"""Settings of the child processes: frozen, typed, unknown keys rejected.
 
-A child gets its settings as one JSON argument. Defaults live here and nowhere else; the
-command line reads them from here (`launch/settings/settings.py`).
+A child gets its settings as one JSON argument. Defaults are defined here only; the command line
+reads them from here (`launch/settings/settings.py`).
 """
 
 from pathlib import Path
@@ -24,42 +24,49 @@ START_TIMEOUT_S = 180.0
 BackendName = Literal["mlx", "head", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"ngram", "stdio", "remote"})
-"""They draft in a process of ours; `ngram` is prompt lookup, which needs no drafter process."""
+"""Backends that draft in one of our processes; `ngram` is prompt lookup, which needs no drafter
+process.
+"""
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
-"""Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
-instrument that runs anywhere. `auto`: the Neural Engine on macOS, elsewhere the reference."""
+"""Compute units of a converted model, in CoreML's terms; `reference` is a slow numpy runtime for
+tests that runs anywhere. `auto`: the Neural Engine on macOS, elsewhere the reference.
+"""
 COMPUTE_UNITS: tuple[ComputeUnits, ...] = get_args(ComputeUnits)
 
 Prefill = Literal["mlx", "coreml", "coreml-always"]
-"""Who computes the target's prompts; `coreml` where that was measured to be faster."""
+"""Runtime of the target's prefill; `coreml` where that was measured to be faster."""
 PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
 MetalKernels = Literal["auto", "on", "off"]
-"""Our kernels for few rows on Apple's GPUs: where they are faster, wherever right, or never."""
+"""Use of our kernels for few rows on Apple's GPUs: where they are faster, wherever they are
+correct, or never.
+"""
 METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
 
 CpuActivations = Literal["int8", "float"]
-"""What a quantised target's weights are multiplied with on a CPU. int8: activations, rounded in
-groups of 32 as llama.cpp does; float: the activations as mlx-lm has them, which is slower."""
+"""Activations that multiply a quantised target's weights on a CPU. int8: rounded in groups of 32
+as in llama.cpp; float: as in mlx-lm, which is slower.
+"""
 CPU_ACTIVATIONS: tuple[CpuActivations, ...] = get_args(CpuActivations)
 
 DraftWeights = Literal["auto", "int8", "float"]
-"""What an MLX drafter multiplies with. int8: bytes, which are read faster and draft almost as well;
-float: the weights as they were loaded. `auto`: int8 on a CPU."""
+"""Weights of an MLX drafter. int8: bytes, which are read faster and draft almost as well; float:
+the weights as loaded. `auto`: int8 on a CPU.
+"""
 DRAFT_WEIGHTS: tuple[DraftWeights, ...] = get_args(DraftWeights)
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
-"""Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
+"""Device of a process: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's default."""
 
 
 RankBackend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
-"""How the ranks of a group exchange arrays: the backends of `mx.distributed`."""
+"""Communication of the ranks of a group: the backends of `mx.distributed`."""
 RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all: immutable, strict."""
+    """Base of all settings: immutable, strict."""
 
 
 class ChildSettings(Settings, frozen=True, kw_only=True):
@@ -70,7 +77,7 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
     cores: list[int] = []
     """Linux: the cores this process is pinned to; empty leaves it free."""
     log_level: LogLevel = "info"
-    """What it writes to its log."""
+    """Level of its log."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -79,7 +86,7 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def shutdown_timeout_s(self) -> float:
-        """How long it may take to end after SIGTERM."""
+        """Time limit for the shutdown after SIGTERM."""
         return 2.0
 
     def on_orphaned(self) -> None:
@@ -87,48 +94,49 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
 
 
 class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
-    """What a verifier and a drafter have in common."""
+    """Common settings of verifier and drafter."""
 
     address: str
-    """Where the orchestrator listens for services."""
+    """Address at which the orchestrator listens for services."""
     model: str = ""
     """Folder of the model."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Threads of the BLAS on Linux."""
+    """BLAS threads on Linux."""
     device: Device = ""
     idle_flag: str = ""
-    """File in which it says that it has nothing to do; empty: nobody asks."""
+    """File in which it reports that it is idle; empty: no process reads it."""
     spare_cores: list[int] = []
-    """Linux: the other service's cores, which it uses while that one has nothing to do."""
+    """Linux: the other service's cores, which it uses while that service is idle."""
     spare_flag: str = ""
-    """File in which that one says so."""
+    """File in which that service reports it."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
-    """Sequences whose KV is kept after their end, for others with the same beginning."""
+    """Number of finished sequences whose KV is cached, for others with the same prefix."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
     """Most memory for them."""
 
 
 RankSplit = list[Annotated[int, msgspec.Meta(ge=1)]] | Literal["auto"]
-"""Pipelined: layers per rank; auto: by what is measured on each. Empty: tensor-parallel, or an
-even pipeline if the model has only that."""
+"""Pipelined: layers per rank; auto: chosen by measurements on each. Empty: tensor-parallel, or
+an even pipeline if the model supports only that.
+"""
 
 
 class RankHost(Settings, frozen=True, kw_only=True):
-    """Where one rank of a group runs."""
+    """The host of one rank of a group."""
 
     name: str = "127.0.0.1"
-    """What ssh calls it."""
+    """Its name for ssh."""
     is_local: bool = True
-    """Whether it is this machine, where no ssh is needed."""
+    """True if it is this machine, where no ssh is needed."""
     ips: list[str] = []
-    """Its addresses on the network that the ranks exchange arrays over."""
+    """Its addresses on the network over which the ranks exchange arrays."""
     rdma: list[str | list[str] | None] = []
     """jaccl: its RDMA device towards each rank; null towards itself."""
     environment: dict[str, str] = {}
-    """Variables for this rank alone."""
+    """Environment variables for this rank alone."""
     cores: list[int] = []
-    """Linux, this machine: the cores that the rank is pinned to; empty leaves it free."""
+    """Linux, this machine: the cores that the rank is pinned to; empty: not pinned."""
 
 
 class RankGroupSettings(Settings, frozen=True, kw_only=True):
@@ -141,18 +149,18 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
     python: str = ""
     """The interpreter on other machines; empty: the path of this one's."""
     environment: dict[str, str] = {}
-    """Variables for all ranks."""
+    """Environment variables for all ranks."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    """First port on other machines; on this one the ring takes free ones."""
+    """First port on other machines; on this one the ring uses free ones."""
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
-    """Longest wait for a host's first word."""
+    """Longest wait for a host's first message."""
     meet_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
-    """Longest wait for all ranks to find each other."""
+    """Longest wait for all ranks to connect."""
     silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Silence after which a rank is lost, and the group ends."""
 
     def ranks_beside(self, rank: int) -> int:
-        """How many ranks are on the machine of this one, itself included."""
+        """Return the number of ranks on the machine of this rank, itself included."""
         host = self.hosts[rank]
         return sum(
             other.is_local if host.is_local else not other.is_local and other.name == host.name
@@ -167,24 +175,24 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     prefill_model: str = ""
     """Folder of the converted target, unless `prefill` is mlx."""
     compute_units: ComputeUnits = "auto"
-    """Of the converted target."""
+    """Compute units of the converted target."""
 
     metal_kernels: MetalKernels = "auto"
     cpu_activations: CpuActivations = "int8"
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
+    """Most memory for the KV of open sequences; 0 is half of the free memory after loading."""
     adapter: str = ""
     """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
-    """Where the KV of sequences that are over outlives the process; empty: nowhere."""
+    """File in which the KV of finished sequences outlives the process; empty: none."""
     prelaunches: bool = False
-    """Whether passes may wait for their tokens on the GPU, where no drafter computes."""
+    """Launch passes that wait for their tokens on the GPU, if no drafter computes there."""
     ranks: RankGroupSettings | None = None
-    """The group whose rank 0 this process is; None: the whole model is here."""
+    """The group whose rank 0 this process is; None: the whole model is in this process."""
 
     @property
     def shutdown_timeout_s(self) -> float:
-        """Gigabytes may have to be written."""
+        """Time limit that allows for writing gigabytes."""
         return 20.0 if self.prompt_cache_file else super().shutdown_timeout_s
 
 
@@ -195,23 +203,25 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     target: str = ""
     """Folder of the target, for the head backend."""
     compute_units: ComputeUnits = "auto"
-    """Of the coreml backend."""
+    """Compute units of the coreml backend."""
     weights: DraftWeights = "auto"
-    """Of the mlx backend."""
+    """Weights of the mlx backend."""
     command: list[str] = []
     """Backend stdio: the program that drafts, and its arguments."""
     lines: bool = False
     """Backend stdio: the program speaks the line protocol, not messages."""
     server: str = ""
-    """Backend remote: where the draft server listens, tcp://HOST:PORT."""
+    """Backend remote: the address of the draft server, tcp://HOST:PORT."""
     server_key: str = ""
     """Backend remote: its public key."""
     key_file: str = ""
-    """Backend remote: our own keys; a file, since arguments can be read by everybody."""
+    """Backend remote: the file of our keys, since arguments are visible to everyone."""
     ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """stdio and remote: longest wait for the drafter to be ready, or to prefill."""
     answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
-    """stdio and remote: longest wait for a draft that the target waits for; then it has hung."""
+    """stdio and remote: longest wait for a draft that the target waits for; then the drafter
+    counts as hung.
+    """
 
 
 class ReferenceSettings(Settings, frozen=True, kw_only=True):
@@ -236,36 +246,41 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
-    """Requests in line, beyond which more are refused; 0 means any number."""
+    """Requests in line, beyond which more are rejected; 0 means unlimited."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Longest prompt that is taken; 0 means whatever the context holds."""
+    """Longest accepted prompt; 0 means the context length."""
     max_prompt_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**2
-    """The same in bytes of text, checked before it is tokenised; 0 is no limit."""
+    """Longest accepted prompt in bytes of text, checked before tokenisation; 0 is unlimited."""
     prompt_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """Longest time that rendering and tokenising a prompt may take."""
+    """Time limit for rendering and tokenising a prompt."""
     prompt_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
-    """Memory that this may take (Linux); 0 is no limit."""
+    """Memory limit for that (Linux); 0 is unlimited."""
     parse_special: bool = False
-    """Whether special tokens in the text of messages are read as such."""
+    """Parse special tokens in the text of messages."""
     max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = 64
     max_stop_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4096
-    """Of one stop string."""
+    """Longest stop string."""
     max_deaths: Annotated[int, msgspec.Meta(ge=1)] = 2
-    """How often a process may die while it works on a request before that request is ended."""
+    """Deaths of a process while it works on a request after which that request is ended."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
     """Longest wait for a draft while the target idles; usually much shorter (`timeouts.py`)."""
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    """Longest wait for the verifier's answer, prefill included, before the request fails.
-    A service that works on and says so (a long prefill) is given more."""
+    """Longest wait for the verifier's answer, prefill included, before the request fails. A
+    service that reports progress (a long prefill) gets more.
+    """
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
-    """Silence after which a service hangs; more if its calls take longer (`hang_detector.py`)."""
+    """Silence after which a service counts as hung; more if its calls take longer
+    (`hang_detector.py`).
+    """
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
-    """The same until a service has done its first work, which may compile and load."""
+    """The same limit before a service's first result, which may include compiling and loading."""
     lookup_only: bool = False
-    """Whether no drafter is wanted: prompt lookup drafts alone."""
+    """Use no drafter: prompt lookup drafts alone."""
 
     def on_orphaned(self) -> None:
-        """End who cannot end by itself and remove the run folder: the supervisor cannot."""
+        """Kill children that cannot end themselves and remove the run folder: the supervisor
+        cannot.
+        """
         kill_children(Path(self.run_dir))
         remove_folder(Path(self.run_dir))
 
@@ -276,9 +291,9 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
     model: str
     """Folder of the target model."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Memory that prompts may take; 0 is no limit."""
+    """Memory limit for prompts; 0 is unlimited."""
     parse_special: bool = False
-    """As for the orchestrator."""
+    """Parse special tokens in the text of messages."""
 
 
 Objective = Literal["ce", "tv", "coupled", "rank"]
@@ -286,7 +301,7 @@ OBJECTIVES: tuple[Objective, ...] = ("ce", "tv", "coupled", "rank")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = ("auto", "float32", "bfloat16", "float16")
 ReadingWay = Literal["states", "input"]
-"""How a drafter reads the target: see `services.mlx.target_reader`."""
+"""Way in which a drafter reads the target (`services.mlx.target_reader`)."""
 READING_WAYS: tuple[ReadingWay, ...] = ("states", "input")
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -300,27 +315,27 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     target: str
     """Folder of the target."""
     out: str
-    """Folder of the run, and of the drafter; with `evaluate_only`, of the drafter to judge."""
+    """Folder of the run, and of the drafter; with `evaluate_only`, of the drafter to evaluate."""
     evaluate_only: bool = False
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Threads of the BLAS on Linux."""
+    """BLAS threads on Linux."""
     precision: Precision = "auto"
-    """Of the forward passes: auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Precision of the forward passes: auto is bfloat16 on a GPU and float32 on a CPU."""
     compiled: bool = True
-    """Whether MLX fuses the training step."""
+    """Compile the training step with MLX."""
     seed: _Count = 0
 
     opening: list[int] = []
-    """Tokens before the user's words; all that is given where the target invents the prompt."""
+    """Tokens before the user's words; the whole prompt if the target invents the user's words."""
     turn: list[int] = []
     """Tokens between the user's last word and the assistant's first; empty: no chat."""
     stop_ids: list[int] = []
     texts: list[str] = []
-    """Folders of runs whose texts are learned from; empty: this run generates its own."""
+    """Folders of runs whose texts are used for training; empty: this run generates its own."""
     prompts: str = ""
     """File of tokenised prompts (`protocol.jobs.distill.TokenPrompt`, one JSON a line)."""
     temperatures: Annotated[tuple[_Amount, ...], msgspec.Meta(min_length=1)] = (0.0, 0.3, 0.7, 1.0)
-    """Of the answers, in equal shares; the user's words are always drawn at 1."""
+    """Temperatures of the answers, in equal shares; the user's words are always sampled at 1."""
     length: Annotated[int, msgspec.Meta(ge=16)] = 512
     """Tokens of a sequence, prompt included."""
     user_tokens: Annotated[int, msgspec.Meta(ge=1)] = 160
@@ -337,7 +352,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     layers: Annotated[int, msgspec.Meta(ge=1)] = 2
     """Layers of the drafter, copied from the target's first and last ones."""
     init_layers: list[_Count] = []
-    """Which layers of the target to copy instead."""
+    """Layers of the target to copy instead."""
     head_size: _Count = 0
     """The drafter's head keeps this many tokens, the most frequent ones; 0 keeps all."""
     mlp: _Count = 0
@@ -345,7 +360,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     init_drafter: str = ""
     """Folder of a drafter to start from, of this shape or of fewer layers."""
     reads_target: ReadingWay | None = None
-    """How the drafter is given the target's hidden states of committed tokens, if it is."""
+    """Way in which the drafter gets the target's hidden states of committed tokens, if it does."""
     tapped_layers: list[_Count] = []
     """Layers of the target whose output it reads; empty: five, evenly spread."""
 
@@ -363,12 +378,12 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     steps: _Count = 0
     """Training steps, over all resumptions, instead of a time limit; 0 leaves it to `minutes`."""
     session_minutes: _Amount = 0.0
-    """Stop this call, resumable, after so long; 0 is no limit."""
+    """Stop this call, resumable, after this time; 0 is unlimited."""
     batch: _Count = 0
     """Sequences per step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
     warmup: _Share = 0.03
-    """Share of the budget."""
+    """Share of the budget for warmup."""
     weight_decay: _Amount = 0.01
     clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Largest norm of the gradient."""
@@ -379,12 +394,12 @@ S = TypeVar("S", bound=Settings)
 
 
 def encode_settings(settings: Settings) -> str:
-    """The settings as the one JSON argument of a child."""
+    """Encode settings as the one JSON argument of a child."""
     return msgspec.json.encode(settings).decode()
 
 
 def decode_settings(argument: str, kind: type[S]) -> S:
-    """The settings in a child's argument; raises UsageError naming the field that is wrong."""
+    """Decode a child's argument; raise UsageError naming an invalid field."""
     try:
         return msgspec.json.decode(argument, type=kind)
     except msgspec.DecodeError as error:
