@@ -19,7 +19,7 @@ _SLACK = 128.0
 """Initial credit."""
 _MOST = 4096.0
 _PER_SECOND = 10.0
-_UNASKED = 8.0
+_UNSOLICITED = 8.0
 """Cost of a message that answers nothing."""
 
 BYTES_OF_DRAFTERS = 256 * 1024
@@ -47,8 +47,8 @@ class MessageBudget:
         passed_s = now - self._refilled_at if self._refilled_at is not None else 0.0
         self._credit = min(_MOST, self._credit + _PER_SECOND * passed_s)
         self._refilled_at = now
-        unasked = isinstance(message, DraftTree) and not asked_for
-        self._credit -= _UNASKED if unasked else 1.0
+        unsolicited = isinstance(message, DraftTree) and not asked_for
+        self._credit -= _UNSOLICITED if unsolicited else 1.0
         return self._credit >= 0.0
 
 

@@ -1,1 +1,1 @@
-"""What the planner measures at work: costs, acceptance, hits, and whether speculation pays."""
+"""Online estimates for the planner: costs, acceptance, hits, and the gain of speculation."""

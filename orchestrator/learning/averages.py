@@ -1,31 +1,32 @@
-"""Running averages in which old samples fade: the one mechanism behind all that is measured.
+"""Running averages in which old samples fade: the basis of all estimates.
 
-`Ema` is a mean of samples, `DiscountedRatio` a sum of parts over a sum of wholes (accepted
-over offered, tokens over milliseconds).
+`Ema` is a mean of samples, `DiscountedRatio` a sum of parts over a sum of wholes (accepted over
+offered, tokens over milliseconds).
 """
 
 from dataclasses import dataclass
 
 _SMOOTHING = 0.1
-"""Weight of a new sample in a mean, once there were many."""
+"""Weight of a new sample in a mean, after many samples."""
 
 
 class Ema:
     """An exponential moving average whose first samples count in full.
 
     Args:
-        assumed: the value until there is a sample.
-        weight: samples that the assumed value counts for; 0: it gives way to the first one.
+        assumed: the value before the first sample.
+        weight: number of samples that the assumed value counts as; 0: the first sample replaces
+            it.
     """
 
     def __init__(self, assumed: float = 0.0, *, weight: float = 0.0) -> None:
         self.value = assumed
         self.is_known = False
-        """Whether there was a sample."""
+        """True once there was a sample."""
         self._weight = weight
 
     def observe(self, sample: float) -> None:
-        """Take in one sample."""
+        """Add a sample."""
         self.is_known = True
         self._weight = (1.0 - _SMOOTHING) * self._weight + 1.0
         self.value += (sample - self.value) / self._weight
@@ -40,14 +41,14 @@ class DiscountedRatio:
 
     @property
     def value(self) -> float:
-        """The parts per whole; 0 of nothing."""
+        """The parts per whole; 0 without a whole."""
         return self.part / self.whole if self.whole > 0.0 else 0.0
 
     def observe(self, part: float, whole: float = 1.0, *, fade: float = 1.0) -> None:
-        """Take in one pair; earlier ones keep the share `fade` of their weight."""
+        """Add a pair; earlier ones keep the share `fade` of their weight."""
         self.part = fade * self.part + part
         self.whole = fade * self.whole + whole
 
     def scale(self, weight: float) -> "DiscountedRatio":
-        """Return the same ratio at another weight."""
+        """Return the same ratio with another weight."""
         return DiscountedRatio(weight * self.part, weight * self.whole)

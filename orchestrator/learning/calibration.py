@@ -1,15 +1,15 @@
-"""At what rate draft tokens are accepted, by the drafter's confidence in them."""
+"""Calibration: acceptance rate of draft tokens by the drafter's confidence."""
 
 from orchestrator.learning.averages import DiscountedRatio
 
 _PRIOR = 8.0
-"""Samples that the assumption "confidence is acceptance" counts for, per class."""
+"""Number of samples per class that the assumption "confidence is acceptance" counts as."""
 _FADE = 0.99
 _CLASSES = 10
 
 
 class Calibration:
-    """Turns a drafter's confidence in a token into the rate at which such tokens are accepted."""
+    """Maps a drafter's confidence in a token to the acceptance rate of such tokens."""
 
     def __init__(self) -> None:
         centres = [(index + 0.5) / _CLASSES for index in range(_CLASSES)]
@@ -20,7 +20,7 @@ class Calibration:
         return self._accepted[_classify(confidence)].value
 
     def observe(self, confidence: float, *, accepted: bool) -> None:
-        """Take in a token whose parent stood."""
+        """Add a token whose parent was accepted."""
         self._accepted[_classify(confidence)].observe(float(accepted), fade=_FADE)
 
 

@@ -1,12 +1,12 @@
-"""How many bonus-token candidates to prepare at each acceptance length (Theorem 12).
+"""Fan-out: bonus-token candidates to prepare at each acceptance length (Theorem 12).
 
 Under a tree a length is a row: the last accepted node.
 
 Misses follow a power law, 1 - h(F) = a F^-r, the miss curve. Maximising sum_k P(k) h(F_k) under
 sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one curve for all k, a
-geometric series with a wider last term. In general, each branch goes where it gains most
-(`allocate`), which is optimal because h is concave: with the assumed curves that is the series,
-and with measured ones what the pair's own misses call for.
+geometric series with a wider last term. In general, each branch is placed where it gains most
+(`allocate`), which is optimal because h is concave: the assumed curves yield the series, measured
+ones adapt to the pair.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class MissCurve:
-    """h(F) = 1 - scale * F^-exponent, the probability that F candidates hold the bonus token."""
+    """h(F) = 1 - scale * F^-exponent, the probability that F candidates contain the bonus token."""
 
     scale: float
     exponent: float
@@ -30,10 +30,12 @@ class MissCurve:
 
 
 AFTER_REJECTION = MissCurve(0.73, 0.385)
-"""k < K, drafted token excluded; default pair: .27 .41 .49 .53 .64 .75 for F = 1 2 3 4 8 16."""
+"""Curve for k < K, drafted token excluded; default pair: .27 .41 .49 .53 .64 .75 for F = 1 2 3 4
+8 16.
+"""
 
 AFTER_ALL = MissCurve(0.40, 0.47)
-"""k = K: .60 .71 .76 .80 .85 .89 for the same F."""
+"""Curve for k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 
 class Curve(Protocol):
@@ -69,7 +71,7 @@ def choose_curves(parents: Sequence[int], rejection: Curve, full: Curve) -> list
 
 
 def allocate(chances: Sequence[float], budget: int, curves: Sequence[Curve]) -> list[int]:
-    """Return F_0..F_K: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest.
+    """Return F_0..F_K: each of `budget` branches is placed where P(k) (h(F+1) - h(F)) is largest.
 
     Args:
         chances: P(k) for k = 0..K.
@@ -90,16 +92,16 @@ def allocate(chances: Sequence[float], budget: int, curves: Sequence[Curve]) -> 
 def outcome_chances(
     outcomes: Sequence[int], chances: Sequence[float], curves: Sequence[Curve]
 ) -> list[float]:
-    """Return how likely each of some outcomes is.
+    """Return the probability of each of these outcomes.
 
     Args:
-        outcomes: the row each is behind; of those behind one row the best candidate comes first.
+        outcomes: the row that each follows; for one row, the best candidate comes first.
         chances: P(k) of each row.
         curves: h of each row.
     """
-    seen, shares = [0] * len(chances), []
+    counts, shares = [0] * len(chances), []
     for row in outcomes:
-        seen[row] += 1
-        share = curves[row].hit(seen[row]) - curves[row].hit(seen[row] - 1)
+        counts[row] += 1
+        share = curves[row].hit(counts[row]) - curves[row].hit(counts[row] - 1)
         shares.append(chances[row] * share)
     return shares

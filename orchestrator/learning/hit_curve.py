@@ -1,7 +1,7 @@
-"""h(F), measured: how often the bonus token is among a drafter's first F candidates.
+"""The measured h(F): how often the bonus token is among a drafter's first F candidates.
 
-A bonus token beyond the prepared candidates is only known to be beyond them, so the estimate is
-the chance that candidate i is the one, given that the i before it are not (a hazard, as in
+A bonus token outside the prepared candidates is only known to be outside, so the estimate is the
+probability that candidate i is the bonus token, given that the first i are not (a hazard, as in
 survival statistics).
 """
 
@@ -9,14 +9,14 @@ from orchestrator.learning.averages import DiscountedRatio
 from orchestrator.learning.fan_out import MissCurve
 
 _RANKS = 32
-"""Candidates whose chances are measured one by one; behind them the prior holds."""
+"""Candidates with individual estimates; beyond them the prior holds."""
 _PRIOR = 6.0
-"""Samples that the prior curve counts for, per rank."""
+"""Number of samples per rank that the prior curve counts as."""
 _FADE = 0.995
 
 
 class HitCurve:
-    """One curve, for one kind of round."""
+    """The curve for one kind of round."""
 
     def __init__(self, prior: MissCurve) -> None:
         self._prior = prior
@@ -24,14 +24,14 @@ class HitCurve:
             DiscountedRatio(_PRIOR * self._prior_hazard(rank), _PRIOR) for rank in range(_RANKS)
         ]
         self._missed = [1.0]
-        """Per number of candidates, the chance that none is it: computed as it is needed."""
+        """Probability by number of candidates that none is the bonus token; computed on demand."""
 
     def _prior_hazard(self, rank: int) -> float:
         before = self._prior.hit(rank)
         return (self._prior.hit(rank + 1) - before) / (1.0 - before)
 
     def observe(self, rank: int | None, prepared: int) -> None:
-        """Take in a bonus token: candidate `rank` (0 is the best) of `prepared`, or none."""
+        """Add a bonus token: candidate `rank` (0 is the best) of `prepared`, or None."""
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._hazards[index].observe(float(index == rank), fade=_FADE)
         self._missed = [1.0]

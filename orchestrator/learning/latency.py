@@ -1,4 +1,4 @@
-"""How long forward passes take: T_v(m) of the target, T_d of the drafter; milliseconds."""
+"""Latency of forward passes: T_v(m) of the target, T_d of the drafter; milliseconds."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from orchestrator.learning.averages import Ema
 
 _SHORTEST_MS = 1e-3
-"""A clock may be too coarse to see a verification; no time at all would make it priceless."""
+"""A clock may be too coarse to measure a verification; a duration of zero would make it
+priceless.
+"""
 _UNSEEN_ROW = 0.15
-"""Assumed extra time of a further row, as a share of one row's, where only one size was timed."""
+"""Assumed extra time of a further row, relative to one row, where only one size was timed."""
 _OUTLIER = 1.5
-"""A pass moves the estimate by this factor at most: the first ones of a size make kernels."""
+"""Limit on the factor by which a pass moves the estimate: the first passes of a size compile
+kernels.
+"""
 _PACE_WEIGHT, _SHAPE_WEIGHT = 3.0, 10.0
-"""Rounds that the passes at load count for: their pace, and what a size takes beside others. A
-machine is soon busier than at load; its kernels stay what they are."""
+"""Number of rounds that the passes at load count as: for their pace, and for the relative time
+of a size. A machine soon becomes busier than at load; its kernels do not change.
+"""
 _NEARLY = 0.25
 """Share of a depth that may be missing for it to count as done: a verification varies by more."""
 
@@ -21,8 +26,8 @@ _NEARLY = 0.25
 class VerifyLatency:
     """T_v(m): the time of a pass over m rows.
 
-    The curve that was timed at load, at the pace of all passes since, and with what single
-    sizes were seen to deviate from it.
+    The curve measured at load, scaled by the pace of all passes since, and corrected for the
+    deviation of single sizes.
     """
 
     def __init__(self) -> None:
@@ -32,32 +37,33 @@ class VerifyLatency:
         """Start from passes that were timed at load.
 
         Args:
-            passes: milliseconds by rows; empty: nothing was timed, and the first pass tells.
+            passes: milliseconds by rows; empty: nothing was timed, and the first pass sets the
+                scale.
         """
         self._at_load = dict(sorted(passes.items())) or {1: 1.0}
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
         self._deviations: dict[int, Ema] = {}
         self._cache: dict[int, float] = {}
         self.is_known = bool(passes)
-        """Whether anything was measured, at load or in rounds."""
+        """True if anything was measured, at load or in rounds."""
         self.is_observed = False
-        """Whether rounds were."""
+        """True if rounds were measured."""
 
     def observe(self, rows: int, milliseconds: float) -> None:
-        """Take in a pass over so many rows."""
+        """Add a pass over this many rows."""
         milliseconds = max(milliseconds, _SHORTEST_MS)
         if not self.is_known:
             self._pace.observe(milliseconds / self.of(rows))
         else:
             self._pace.observe(self._pace.value * self._compare(rows, milliseconds))
-            own = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
+            deviation = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
             self._cache = {}
-            own.observe(own.value * self._compare(rows, milliseconds))
+            deviation.observe(deviation.value * self._compare(rows, milliseconds))
         self._cache = {}
         self.is_known = self.is_observed = True
 
     def of(self, rows: int) -> float:
-        """Return T_v(rows): measured, between measured neighbours, or extrapolated."""
+        """Return T_v(rows): measured, interpolated, or extrapolated."""
         if (milliseconds := self._cache.get(rows)) is None:
             deviations = {m: one.value for m, one in self._deviations.items()}
             factor = _interpolate(deviations, rows) if deviations else 1.0
@@ -66,7 +72,7 @@ class VerifyLatency:
         return milliseconds
 
     def _compare(self, rows: int, milliseconds: float) -> float:
-        """Return the pass's time over the expected one, within limits."""
+        """Return the ratio of the pass's time to the expected time, within limits."""
         return min(max(milliseconds / self.of(rows), 1.0 / _OUTLIER), _OUTLIER)
 
     def _shape(self, rows: int) -> float:
@@ -77,40 +83,42 @@ class VerifyLatency:
         if rows <= longest:
             return _interpolate(self._at_load, rows)
         others = [m for m in self._at_load if m < longest]
-        # Two neighbours alone may make further rows look free.
+        # With two neighbours only, further rows may seem to cost nothing.
         starts = (others[-1], next((m for m in others if m > 1), others[-1]))
         row_ms = max((longest_ms - self._at_load[m]) / (longest - m) for m in starts)
         return longest_ms + (rows - longest) * max(0.0, row_ms)
 
 
 class StepLatency:
-    """T_d: the time of one depth of all branches; the first depth also takes in the chain."""
+    """T_d: the time of one depth of all branches; the first depth also processes the chain."""
 
     def __init__(self) -> None:
         self._first_ms, self._later_ms = Ema(), Ema()
 
     def observe(self, depth: int, milliseconds: float) -> None:
-        """Take in one depth."""
+        """Add one depth."""
         (self._first_ms if depth == 1 else self._later_ms).observe(milliseconds)
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
+        """True if anything was measured."""
         return self._first_ms.is_known or self._later_ms.is_known
 
     @property
     def step_ms(self) -> float:
-        """A depth after the first; half of the first until one was seen, 0 before that."""
+        """Time of a depth after the first; until measured, half of the first, or 0."""
         return self._later_ms.value if self._later_ms.is_known else 0.5 * self._first_ms.value
 
     def depths_in(self, milliseconds: float) -> float:
-        """Return how many depths get done in this time, nearly done ones included."""
+        """Return the number of depths that complete in this time, including nearly complete
+        ones.
+        """
         chain_ms = max(0.0, self._first_ms.value - self.step_ms)
         return (milliseconds - chain_ms) / max(_SHORTEST_MS, self.step_ms) + _NEARLY
 
 
 def _interpolate(points: Mapping[int, float], place: int) -> float:
-    """Return the value on the straight line between neighbours; beyond the ends, theirs."""
+    """Interpolate linearly between neighbours; beyond the ends, return the end's value."""
     if (value := points.get(place)) is not None:
         return value
     places = sorted(points)

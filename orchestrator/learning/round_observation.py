@@ -1,4 +1,4 @@
-"""What one round showed: what the estimates are fed with."""
+"""The observation of one round, from which estimates are updated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,45 +11,45 @@ LONGEST_DRAFT = 16
 
 @dataclass(frozen=True)
 class RoundObservation:
-    """What one round showed."""
+    """The observation of one round."""
 
     mode: Mode
     by_hand: bool
-    """Whether the draft length was fixed: then its speed is not the planner's doing."""
+    """True if the draft length was fixed: its speed does not reflect the planner's choices."""
     speculating: bool
-    """Whether a drafter worked for it, or beside it."""
+    """True if a drafter worked for it, or during it."""
     origin: Origin
-    """Where its chain came from."""
+    """Origin of its chain."""
     confidences: Sequence[float]
-    """Of the draft tokens that were verified."""
+    """Confidences of the verified draft tokens."""
     accepted: int
     prepared: int
-    """How many bonus tokens were prepared for behind the last accepted token."""
+    """Number of bonus tokens prepared after the last accepted token."""
     rank: int | None
-    """Which of them it was, 0 for the best; None if none of them."""
+    """Rank of the bonus token among them, 0 for the best; None if it was not among them."""
     verify_ms: float
     idle_ms: float | None
-    """Between the verification before and this one; None for a request's first."""
-    beside: bool = True
-    """Whether the drafter worked during the pass."""
+    """Time between the previous verification and this one; None for a request's first."""
+    is_contended: bool = True
+    """True if the drafter worked during the pass."""
     waited_ms: float = 0.0
-    """How long its draft was waited for, as far as the orchestrator saw."""
+    """Time waited for its draft, as measured by the orchestrator."""
     continues_run: bool = False
-    """Whether it followed another one of a free run, so that its pass had begun before."""
+    """True if it followed another round of a free run, so that its pass started earlier."""
     since_last_ms: float | None = None
-    """From the request's last tokens to these; None for its first."""
+    """Time from the request's previous tokens to these; None for its first."""
     sequences: int = 1
-    """How many requests shared the pass."""
+    """Number of requests that shared the pass."""
     all_tokens: int = 0
-    """Tokens of all their chains; 0 stands for this chain's own."""
+    """Tokens of all their chains; 0 means this chain's only."""
     unverified_lookup: tuple[float, bool] | None = None
     """Confidence of the first token of a lookup that was not verified, and whether it was right."""
     ended_at: float = 0.0
-    """In seconds of a monotonic clock."""
+    """Time in seconds of a monotonic clock."""
     parents: Sequence[int] | None = None
-    """Of the draft tokens, as in `sequence.draft`; None is a chain."""
+    """Parents of the draft tokens, as in `sequence.draft`; None is a chain."""
     path: Sequence[int] | None = None
-    """The rows of the accepted draft tokens; None: the first ones of a chain."""
+    """Rows of the accepted draft tokens; None: the first ones of a chain."""
 
     @property
     def depth(self) -> int:
@@ -61,7 +61,7 @@ class RoundObservation:
 
     @property
     def choices(self) -> list[tuple[float, bool]]:
-        """The drafter's first choices that were judged: confidence, and whether each stood."""
+        """The judged first choices of the drafter: confidence, and True if accepted."""
         first = self._first_children
         path = self._accepted_path
         return [
@@ -72,17 +72,17 @@ class RoundObservation:
 
     @property
     def all_stood(self) -> bool:
-        """Whether no draft token followed the last accepted one."""
+        """True if no draft token followed the last accepted one."""
         return [0, *self._accepted_path][-1] not in self._first_children
 
     @property
     def rows(self) -> int:
-        """Tokens of the pass."""
+        """Number of tokens of the pass."""
         return self.all_tokens or len(self.confidences) + 1
 
     @property
     def _shape(self) -> Sequence[int]:
-        """Per draft token, its parent's row."""
+        """Row of the parent of each draft token."""
         return range(len(self.confidences)) if self.parents is None else self.parents
 
     @property

@@ -1,12 +1,11 @@
-"""Whether speculation pays: the measured speed of both ways to decode, and when to try which.
+"""The speculation switch: compares both ways to decode, and decides when to try which.
 
-Speculation goes on until it has lost a few tokens' time against plain decoding, counted from
-its best moment (Page's cumulative sum test): a gain survives unlucky stretches of text, and a
-loss is ended after a bounded cost. Until it has gained anything it may lose only what bad luck
-explains, which is little where little is accepted. Plain decoding is measured in rounds of its
-own: first after a few rounds if few drafts are accepted, and again before an old measurement
-ends speculation. Trials that
-fail become rarer; a new text gets one early.
+Speculation continues until it has lost a few tokens' time against plain decoding, counted from its
+best moment (Page's cumulative sum test): a gain survives unlucky stretches of text, and a loss ends
+after a bounded cost. Before its first gain it may lose only as much as bad luck explains, which is
+little if little is accepted. Plain decoding is measured in separate rounds: first after a few
+rounds if few drafts are accepted, and again before an old measurement ends speculation. Failed
+trials become rarer; a new text gets one early.
 """
 
 from dataclasses import dataclass, field
@@ -14,47 +13,52 @@ from dataclasses import dataclass, field
 from orchestrator.learning.averages import DiscountedRatio
 
 _ROUNDS = 3
-"""Rounds that measure plain decoding, and rounds of speculation before that where it looks poor."""
+"""Rounds that measure plain decoding, and rounds of speculation before that if acceptance is
+poor.
+"""
 _POOR, _LATER = 0.7, 24
-"""Accepted tokens a round below which plain decoding is likely to be faster, so that measuring it
-costs nothing; and the rounds before it is measured where more are accepted."""
+"""Accepted tokens per round below which plain decoding is likely to be faster, so that measuring
+it costs nothing; and the rounds before it is measured otherwise.
+"""
 _SETTLING = 1
 """Rounds after a change that are not counted: the drafter ends its step, or has no draft yet."""
 _MOST_LOSS = 6.0
-"""Tokens of plain decoding that speculation may lose before it pauses. Acceptance scatters by
-about one token a round: with two, half of all good trials ended by bad luck."""
+"""Tokens of plain decoding that speculation may lose before it pauses. Acceptance varies by
+about one token per round: with two, bad luck ended half of all good trials.
+"""
 _LUCK = 2.5
-"""What it may lose before it has gained anything, in tokens per variance of a round's tokens: a
-sequential test of a gain against a loss of equal size ends there (Wald). Accepted tokens scatter
-like a Poisson variable, whose variance is its mean."""
+"""Loss allowed before the first gain, in tokens per variance of a round's tokens: a sequential
+test of a gain against a loss of equal size ends there (Wald). Accepted tokens vary like a
+Poisson variable, whose variance is its mean.
+"""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
-"""Plain rounds until the next trial; twice as many after each one that failed."""
+"""Plain rounds until the next trial; doubled after each failed one."""
 _FRESH = 64
-"""Rounds for which a measurement of plain decoding is recent enough to end speculation by."""
+"""Rounds for which a measurement of plain decoding is recent enough to end speculation."""
 _FADE = 0.98
-"""What a round leaves of the weight of earlier ones."""
+"""Share of their weight that earlier rounds keep after a round."""
 
 
 @dataclass
 class SpeculationSwitch:
-    """Decides round by round; fed with what each round brought. Speeds are tokens over ms."""
+    """Decides round by round from the results of each round. Speeds are tokens over ms."""
 
     speculating: bool = True
-    """Whether the next round is to be speculative."""
+    """True if the next round is to be speculative."""
     is_paused: bool = False
-    """Whether plain decoding goes on because it is faster, not to be measured."""
+    """True while plain decoding continues because it is faster, not to be measured."""
     is_trial_due: bool = False
-    """Whether a pause is over, and no round of the trial after it has ended."""
+    """True if a pause has ended, and no round of the following trial has completed."""
     measured_at: float | None = None
-    """When plain decoding was measured last, in seconds of a monotonic clock."""
+    """Time of the last measurement of plain decoding, in seconds of a monotonic clock."""
     _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
     _plain: DiscountedRatio = field(default_factory=DiscountedRatio)
     _since_best: DiscountedRatio = field(default_factory=DiscountedRatio)
-    """What speculation brought since it was last ahead of plain decoding."""
+    """Tokens and time of speculation since it was last ahead of plain decoding."""
     _gained: float = 0.0
-    """By how much it was ahead then, in tokens, since the trial began."""
+    """Its lead at that point, in tokens, since the trial started."""
     _accepted: DiscountedRatio = field(default_factory=DiscountedRatio)
-    """Accepted draft tokens over rounds, of this trial."""
+    """Accepted draft tokens over rounds, in this trial."""
     _left: int = 0
     """Rounds until plain decoding ends."""
     _settling: int = _SETTLING
@@ -74,25 +78,25 @@ class SpeculationSwitch:
 
     @property
     def loss(self) -> float:
-        """What speculation has lost since its best moment, in tokens of plain decoding."""
+        """Loss of speculation since its best moment, in tokens of plain decoding."""
         return self._since_best.whole * self._plain.value - self._since_best.part
 
     @property
     def allowance(self) -> float:
-        """What it may lose before it pauses, likewise."""
+        """Loss at which it pauses, in the same unit."""
         luck = 1.0 + _LUCK * self._accepted.value
         return min(_MOST_LOSS, luck + self._gained)
 
     def observe(
         self, tokens: float, milliseconds: float, accepted: int, *, now: float = 0.0
     ) -> None:
-        """Take in a round in the current way.
+        """Add a round of the current way to decode.
 
         Args:
-            tokens: that it emitted.
-            milliseconds: of its pass, and of the wait before it.
-            accepted: tokens of the drafter that it accepted.
-            now: when it ended, in seconds of a monotonic clock.
+            tokens: emitted tokens.
+            milliseconds: time of its pass, and of the wait before it.
+            accepted: accepted draft tokens.
+            now: end of the round, in seconds of a monotonic clock.
         """
         self._since_plain += 1
         self.is_trial_due = False
@@ -112,13 +116,13 @@ class SpeculationSwitch:
             self._end_plain()
 
     def on_new_text(self) -> None:
-        """Try again soon: how drafts fare on another text is not known from the last one's."""
+        """Schedule an early trial: acceptance on a new text is unknown."""
         self._since_plain = max(self._since_plain, _FRESH)
         if self.is_paused:
             self._left = min(self._left, self._pause // 8)
 
     def _judge(self) -> None:
-        """Measure plain decoding, pause, or go on."""
+        """Measure plain decoding, pause, or continue."""
         if not self._plain.whole:
             rounds = self._accepted.whole
             if rounds >= (_ROUNDS if self._accepted.value < _POOR else _LATER):
@@ -142,9 +146,9 @@ class SpeculationSwitch:
         self._change(speculating=False, rounds=_ROUNDS)
 
     def _end_plain(self) -> None:
-        """Leave a measurement or a pause."""
+        """End a measurement or a pause."""
         if self.is_paused:
-            # Text changes: a new trial counts, not how the last one went.
+            # Text changes: only the new trial counts, not the last one.
             self._speculative = self._speculative.scale(1.0 - _FADE)
             self._since_best, self._accepted = DiscountedRatio(), DiscountedRatio()
             self._gained = 0.0

@@ -1,4 +1,4 @@
-"""What a sequence wants done: the only way in which it touches the world."""
+"""Actions of a sequence: its only effect on the outside."""
 
 from dataclasses import dataclass, field
 
@@ -19,41 +19,41 @@ from protocol.messages import (
 
 @dataclass(frozen=True)
 class ToVerifier:
-    """Send this to the verifier."""
+    """Send a message to the verifier."""
 
     message: OpenSequence | Verify | Revoke | Extend | CloseSequence
 
 
 @dataclass(frozen=True)
 class ToDrafter:
-    """Send this to the drafter."""
+    """Send a message to the drafter."""
 
     message: OpenSequence | Prepare | DraftNow | CloseSequence
 
 
 @dataclass(frozen=True)
 class PrecomputeVerify:
-    """If the verification in flight ends with this outcome, `verify` will follow: get it ready."""
+    """Encode `verify` in advance: it follows if the verification in flight has this outcome."""
 
     row: int
-    """Of the last accepted node."""
+    """Row of the last accepted node."""
     bonus: int
     verify: Verify
 
 
 @dataclass(frozen=True)
 class Emit:
-    """These tokens are part of the answer."""
+    """Add tokens to the answer."""
 
     tokens: Tokens
     origins: list[TokenOrigin]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token, if asked for."""
+    """One per token, if requested."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The answer is complete."""
+    """Complete the answer."""
 
     reason: FinishReason
     error: str = ""

@@ -1,4 +1,4 @@
-"""Draft tokens as a tree: what may follow a pending token, and how sure the drafter is of each."""
+"""Draft tokens as a tree: possible continuations of a pending token, with confidences."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ _NOT_DRAWN = DraftDistribution()
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens behind a pending token; a chain is the tree without siblings.
+    """Draft tokens after a pending token; a chain is a tree without siblings.
 
     Row 0 is the pending token, row i the i-th token of the draft. A parent comes before its
-    children, and the likelier child before its siblings.
+    children, and a likelier child before its siblings.
     """
 
     tokens: Tokens = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     distributions: list[DraftDistribution] = field(default_factory=list)
-    """What each token was drawn from."""
+    """Distribution that each token was sampled from."""
     parents: list[int] = field(default_factory=list)
-    """The row of each token's parent; those that are not given follow one another."""
+    """Row of each token's parent; missing ones follow one another."""
 
     def __post_init__(self) -> None:
         self.parents.extend(range(len(self.parents), len(self.tokens)))
@@ -35,11 +35,11 @@ class Draft:
         *,
         parent: int | None = None,
     ) -> int:
-        """One token more, behind the last one or behind the row `parent`; returns its row.
+        """Append a token after the last row, or after the row `parent`; return its row.
 
-        A confidence that is no probability counts as none. Whether a drawn token is offered
-        must not depend on the draw (`protocol.decoding.rejection`), so the confidence in it is
-        a function of its distribution.
+        A confidence that is not a probability is replaced by 0. Whether a sampled token is offered
+        must not depend on the sample (`protocol.decoding.rejection`), so its confidence is a
+        function of its distribution.
         """
         confidence = max(drawn.probabilities, default=confidence)
         self.parents.append(len(self) if parent is None else parent)
@@ -49,7 +49,7 @@ class Draft:
         return len(self)
 
     def grow(self, tree: DraftTree, index: int, parent: int) -> int | None:
-        """Take a depth's token behind the row `parent`; None if it cannot be used."""
+        """Append a token of a depth after the row `parent`; return None if it cannot be used."""
         if index >= min(len(tree.tokens), len(tree.confidences)):
             return None
         token = tree.tokens[index]
@@ -62,17 +62,17 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every token follows the one before it."""
+        """True if every token follows the previous one."""
         return all(index == parent for index, parent in enumerate(self.parents))
 
     @property
     def sent_parents(self) -> list[int]:
-        """The parents as messages carry them: none for a chain."""
+        """The parents in the format of messages: empty for a chain."""
         return [] if self.is_chain else self.parents
 
     @property
     def main(self) -> list[int]:
-        """The rows of the first children, from the root on: the chain without the siblings."""
+        """Rows of the first children, from the root on: the chain without the siblings."""
         rows, last = [], 0
         for row, parent in enumerate(self.parents, 1):
             if parent == last:
@@ -82,7 +82,7 @@ class Draft:
 
     @property
     def depths(self) -> list[int]:
-        """Per row, how many tokens lead to it; the pending token's is 0."""
+        """Number of tokens on the path to each row; 0 for the pending token."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -90,11 +90,11 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest path."""
+        """Number of tokens of the longest path."""
         return max(self.depths)
 
     def path(self, row: int) -> list[int]:
-        """The rows that lead to this one, itself included, the pending token's not."""
+        """Return the rows on the path to this one, itself included, without the pending token."""
         rows = []
         while row > 0:
             rows.append(row)
@@ -102,26 +102,26 @@ class Draft:
         return rows[::-1]
 
     def tokens_to(self, row: int) -> Tokens:
-        """The tokens that lead to this row, its own included."""
+        """Return the tokens on the path to this row, its own included."""
         return [self.tokens[one - 1] for one in self.path(row)]
 
     def children(self, row: int) -> list[int]:
-        """The rows whose parent it is, likeliest first."""
+        """Return the rows of its children, most likely first."""
         return [index for index, parent in enumerate(self.parents, 1) if parent == row]
 
     # ------------------------------------------------------------ parts of it
 
     def arrange(self, rows: Iterable[int]) -> list[int]:
-        """These rows in preorder: the likeliest path stands together, and first.
+        """Return these rows in preorder: the most likely path is contiguous, and first.
 
         Args:
-            rows: any; each with its parent.
+            rows: rows to arrange, each with its parent.
         """
-        wanted = sorted(rows)
-        if all(row == 1 + index for index, row in enumerate(wanted)) and self.is_chain:
-            return wanted
+        ascending = sorted(rows)
+        if all(row == 1 + index for index, row in enumerate(ascending)) and self.is_chain:
+            return ascending
         behind: dict[int, list[int]] = {}
-        for row in reversed(wanted):
+        for row in reversed(ascending):
             behind.setdefault(self.parents[row - 1], []).append(row)
         ordered, waiting = [], behind.get(0, [])
         while waiting:
@@ -130,7 +130,7 @@ class Draft:
         return ordered
 
     def pick(self, rows: Sequence[int]) -> "Draft":
-        """A draft of these rows, in this order; each stands behind its parent."""
+        """Return a draft of these rows, in this order; each follows its parent."""
         places = {0: 0, **{row: place for place, row in enumerate(rows, 1)}}
         return Draft(
             [self.tokens[row - 1] for row in rows],
@@ -140,7 +140,7 @@ class Draft:
         )
 
     def below(self, row: int) -> "Draft":
-        """What follows the token of this row."""
+        """Return the subtree after the token of this row."""
         places: dict[int, int] = {row: 0}
         rows: list[int] = []
         for index, parent in enumerate(self.parents[row:], row + 1):
@@ -158,12 +158,12 @@ class Draft:
 
     @property
     def drawn_from(self) -> list[DraftDistribution]:
-        """The distributions as they are sent; empty if no token was drawn."""
+        """The distributions in the format of messages; empty if no token was sampled."""
         return self.distributions if any(one.tokens for one in self.distributions) else []
 
     @property
     def largest(self) -> Tokens:
-        """Per draft token, the largest that might have been drawn in its place."""
+        """The largest token that might have been sampled in place of each draft token."""
         if not any(one.tokens for one in self.distributions):
             return self.tokens
         pairs = zip(self.tokens, self.distributions, strict=True)

@@ -1,57 +1,57 @@
-"""How far the drafter knows a sequence, and the messages that bring it up to date."""
+"""Synchronisation of the drafter with a sequence: its progress, and the messages it needs."""
 
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Preparation
 from protocol.messages import DraftNow, Prepare, Tokens
 
 _FAR = 8
-"""Tokens that a drafter takes in, in a good part of a verification's time."""
+"""Number of tokens that a drafter processes in a good part of a verification's time."""
 
 _ASKED_AGAIN = 16
-"""A drafter that was late is waited for after one round of so many, until it sends something."""
+"""A late drafter is awaited only once in this many rounds, until it sends something."""
 
 
 class DrafterSync:
-    """For the one drafter that has the sequence open."""
+    """The state of a sequence at the drafter that has it open."""
 
     def __init__(self, sequence: int) -> None:
         self._sequence = sequence
         self._sent = 0
-        """Committed tokens that it knows of."""
+        """Number of committed tokens that it was sent."""
         self._computed = 0
-        """Tokens that it has been asked to compute, those of a round's draft included."""
+        """Number of tokens that it was asked to compute, those of a round's draft included."""
         self.awaited: DraftNow | None = None
         """The draft that the target waits for, or waited for last."""
         self._is_drafting = False
         self.is_filling = False
-        """Whether it has not computed the prompt yet."""
+        """True until it has computed the prompt."""
 
     def on_open(self, tokens: Tokens) -> None:
-        """It was sent all tokens but the pending one."""
+        """Record that it was sent all tokens except the pending one."""
         self._sent = self._computed = len(tokens) - 1
         self._is_drafting, self.is_filling = False, True
 
     def is_behind(self, tokens: Tokens) -> bool:
-        """Whether it has too much to take in for its draft to be waited for."""
+        """Return True if it has too many tokens to process for its draft to be awaited."""
         return len(tokens) - 1 - self._computed > _FAR
 
     def is_silent(self, number: int, *, is_late: bool) -> bool:
-        """Whether it should not be waited for after round `number`.
+        """Return True if it should not be awaited after round `number`.
 
-        One that only drafts when it is waited for has to be asked again some time.
+        A drafter that only drafts when awaited has to be asked again some time.
 
         Args:
-            number: of the round.
-            is_late: whether it did not deliver the last time.
+            number: number of the round.
+            is_late: True if it did not deliver the last time.
         """
         return self.is_filling or (is_late and number % _ASKED_AGAIN > 0)
 
     def on_last_depth(self) -> None:
-        """The draft that it was asked for is complete."""
+        """Record that the requested draft is complete."""
         self._is_drafting = False
 
     def prepare(self, tokens: Tokens, number: int, draft: Draft, plan: Preparation) -> Prepare:
-        """Ask for branches for what the verification of this draft in round `number` may bring."""
+        """Request branches for the possible outcomes of verifying this draft in round `number`."""
         base, fresh = self._take_unsent(tokens)
         self._is_drafting = False
         self._computed += 1 + len(draft)
@@ -69,7 +69,7 @@ class DrafterSync:
         )
 
     def draft_now(self, tokens: Tokens, number: int, row: int, plan: Preparation) -> DraftNow:
-        """Ask for `plan.depth` tokens at once; the last round ended in this row."""
+        """Request `plan.depth` tokens at once; the last round ended in this row."""
         base, fresh = self._take_unsent(tokens)
         self._is_drafting = True
         self.awaited = DraftNow(
@@ -86,15 +86,15 @@ class DrafterSync:
         return self.awaited
 
     def stop(self, tokens: Tokens, number: int) -> list[DraftNow]:
-        """End a draft that is not waited for any more, in round `number`.
+        """Cancel a draft that is no longer awaited, in round `number`.
 
-        A drafter goes on until something newer comes, and where it prepares for no outcome nothing
-        else would: it would work beside a verification that takes it to be idle.
+        A drafter continues until a newer message arrives. If it prepares for no outcome, none
+        would: it would work during a verification that assumes it to be idle.
         """
         return [self.catch_up(tokens, number)] if self._is_drafting else []
 
     def catch_up(self, tokens: Tokens, number: int) -> DraftNow:
-        """Have it take in what was committed, and draft nothing, in round `number`."""
+        """Have it process the committed tokens without drafting, in round `number`."""
         base, fresh = self._take_unsent(tokens)
         self._is_drafting = False
         return DraftNow(
@@ -108,7 +108,7 @@ class DrafterSync:
         )
 
     def _take_unsent(self, tokens: Tokens) -> tuple[int, Tokens]:
-        """Return the committed tokens that it was not sent yet, and where they start."""
+        """Return the committed tokens that it was not sent yet, and their position."""
         base = self._sent
         self._sent = self._computed = len(tokens) - 1
         return base, tokens[base:-1]

@@ -1,4 +1,4 @@
-"""Where an answer ends, and how far one round of it may go."""
+"""Limits of an answer, and of one round of it."""
 
 from dataclasses import dataclass, replace
 
@@ -8,23 +8,23 @@ from protocol.messages import FinishReason, Tokens
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds an answer."""
+    """Limits of an answer."""
 
     max_tokens: int
     stop_ids: frozenset[int]
     context_length: int
     """0 means unlimited."""
     vocabulary_size: int = 2**31
-    """A drafter's token beyond it is never sent to the target."""
+    """Draft tokens beyond it are never sent to the target."""
 
     def cut(self, length: int, answered: int, emitted: Tokens) -> tuple[int, FinishReason | None]:
-        """How many of these tokens belong to the answer, and why it ends with them if it does.
+        """Return how many of these tokens belong to the answer, and why it ends, if it does.
 
         A stop token ends the answer and is not part of it.
 
         Args:
-            length: tokens of the sequence so far, prompt included.
-            answered: how many of them are the answer's.
+            length: number of tokens of the sequence so far, prompt included.
+            answered: number of them that belong to the answer.
             emitted: the tokens that a verification adds.
         """
         room = self.max_tokens - answered
@@ -39,20 +39,20 @@ class Limits:
         return len(emitted), None
 
     def longest_draft(self, length: int, answered: int) -> int:
-        """Longest draft that can still be part of the answer, with a bonus token behind it."""
+        """Return the longest draft that can be part of the answer, with a bonus token after it."""
         room = self.max_tokens - answered - 1
         if self.context_length:
             room = min(room, self.context_length - length - 1)
         return max(0, room)
 
     def is_known(self, token: int) -> bool:
-        """Whether this token is in the vocabulary."""
+        """Return True if this token is in the vocabulary."""
         return 0 <= token < self.vocabulary_size
 
 
 @dataclass
 class RequestLimits:
-    """What one request's answer, its verifier and its drafter allow.
+    """Limits of one request's answer, its verifier and its drafter.
 
     Every `length` counts the tokens of the sequence, prompt and pending token included.
     """
@@ -61,17 +61,17 @@ class RequestLimits:
     prompt_length: int
     has_drafter: bool = False
     drafter_context: int = 0
-    """What the drafter can attend to; 0 means unlimited."""
+    """Context length of the drafter; 0 means unlimited."""
     max_draft: int = 0
-    """Most draft tokens that the verifier takes."""
+    """Longest draft that the verifier accepts."""
     verifier_takes_trees: bool = False
     drafter_takes_trees: bool = False
 
     def set_context(self, context_length: int, length: int) -> str:
-        """Set what the target can attend to, in tokens; 0 means unlimited.
+        """Set the context length of the target in tokens; 0 means unlimited.
 
         Returns:
-            Why a sequence of this length has no room in it; empty if it has.
+            Why a sequence of this length does not fit; empty if it does.
         """
         self.limits = replace(self.limits, context_length=context_length)
         if 0 < context_length <= length:
@@ -79,16 +79,16 @@ class RequestLimits:
         return ""
 
     def cut(self, length: int, emitted: Tokens) -> tuple[int, FinishReason | None]:
-        """Return how many of these tokens belong to the answer, and why it ends if it does."""
+        """Return how many of these tokens belong to the answer, and why it ends, if it does."""
         return self.limits.cut(length, length - self.prompt_length, emitted)
 
     def can_draft(self, length: int, depth: int) -> bool:
-        """Whether there is a drafter, and room in its context for one more round so deep."""
+        """Return True if there is a drafter, with room in its context for a round of this depth."""
         ahead = length + 2 * depth + 1
         return self.has_drafter and not 0 < self.drafter_context < ahead
 
     def count_ahead(self, length: int) -> int:
-        """Return how many tokens the answer may have after the next one."""
+        """Return the number of tokens that the answer may have after the next one."""
         return self.limits.longest_draft(length, length - self.prompt_length)
 
     def longest_draft(self, length: int) -> int:
@@ -97,7 +97,7 @@ class RequestLimits:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether verifier and drafter both take trees."""
+        """True if verifier and drafter both support trees."""
         return self.verifier_takes_trees and self.drafter_takes_trees
 
     def keep_allowed(self, draft: Draft, rows: list[int], length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Prompt lookup as a draft: what followed these tokens before, a branch where places differ."""
+"""Prompt lookup as a draft: earlier continuations of the last tokens, as a tree."""
 
 from orchestrator.sequence.draft import Draft
 from protocol.decoding.logits_processor import BannedTokens
@@ -7,10 +7,11 @@ from protocol.messages import LogitsOptions, Tokens
 
 
 class PromptLookup:
-    """Finds drafts that cost no drafter.
+    """Finds drafts that need no drafter.
 
-    What a bias rules out is not proposed; what a grammar forbids the verifier leaves out. Under
-    the rejection rule these are named tokens, a function of those before them.
+    Tokens banned by a bias are not proposed; tokens that a grammar forbids are left out by the
+    verifier. Under the rejection rule the proposals are deterministic: a function of the preceding
+    tokens.
     """
 
     def __init__(self, options: LogitsOptions | None) -> None:

@@ -1,4 +1,4 @@
-"""The rounds that outcomes lead to: planned while the target is busy, or when one has come."""
+"""Rounds that follow from outcomes: planned while the target is busy, or on arrival."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ from orchestrator.sequence.round import NextRound, Round
 from protocol.messages import LogitsOptions, Origin, Tokens, VerificationOutcome, Verify
 
 _PLANNED = 8
-"""Rounds that are planned beforehand."""
+"""Rounds to plan in advance."""
 
 
 class NextRounds:
-    """Turns what the planner wants and what the limits allow into the messages of rounds.
+    """Turns the planner's decisions, within the limits, into the messages of rounds.
 
-    Every `length` counts a sequence's tokens, the pending one of the round that is meant included.
+    Every `length` counts a sequence's tokens, including the pending one of the round in question.
     """
 
     def __init__(
@@ -38,13 +38,15 @@ class NextRounds:
         self._lookup = PromptLookup(options)
 
     def can_speculate(self, length: int) -> bool:
-        """Whether a draft can be made and verified, and there is enough to gain by it."""
+        """Return True if a draft can be made and verified, with enough tokens ahead to gain from
+        it.
+        """
         limits, planner = self._limits, self._planner
         ahead = limits.count_ahead(length) >= planner.least_ahead
         return ahead and limits.can_draft(length, planner.depth) and limits.max_draft > 0
 
     def speculates(self, length: int) -> bool:
-        """Whether the planner wants a draft, and one can be made and verified."""
+        """Return True if the planner wants a draft, and one can be made and verified."""
         return self._planner.should_speculate and self.can_speculate(length)
 
     def choose(self, draft: Draft, length: int, origin: Origin) -> list[int]:
@@ -55,21 +57,21 @@ class NextRounds:
 
     @property
     def siblings(self) -> int:
-        """How many runners-up to ask the drafter for beside each token."""
+        """Number of alternatives to request from the drafter for each token."""
         return self._planner.siblings if self._limits.takes_trees else 0
 
     def plan_preparation(self, current: Round) -> tuple[Draft, Preparation]:
-        """Decide what to prepare beside a round, and which of its draft tokens to send."""
+        """Decide what to prepare during a round, and which of its draft tokens to send."""
         draft = current.draft
         if not self._limits.drafter_takes_trees:
-            draft = draft.pick(draft.main)  # whose rows come first: outcomes keep their numbers
+            draft = draft.pick(draft.main)  # these rows come first, so outcomes keep their numbers
         plan = self._planner.plan_preparation(draft, current.origin)
         return draft, plan._replace(siblings=self.siblings)
 
     def find_lookup(self, tokens: Tokens) -> Draft:
-        """Return what followed the ending of the tokens; empty where it would not be used.
+        """Return earlier continuations of the tokens; empty if they would not be used.
 
-        A drafter that is there drafts a length that is fixed by hand.
+        With a fixed draft length, an available drafter drafts instead.
         """
         planner = self._planner
         if not planner.looks_up or (planner.num_draft_tokens and self._limits.has_drafter):
@@ -78,13 +80,15 @@ class NextRounds:
         return self._lookup.find(tokens, planner.depth, siblings)
 
     def choose_lookup(self, lookup: Draft, length: int, *, alone: bool) -> Draft:
-        """Return what of a lookup is worth verifying; `alone`: no drafter works meanwhile."""
+        """Return the part of a lookup that is worth verifying; `alone`: no drafter works
+        meanwhile.
+        """
         rows = self._planner.choose_lookup(lookup, alone=alone)
         worth = lookup.pick(lookup.arrange(rows))
         return worth.pick(self.choose(worth, length, "lookup"))
 
     def find_better(self, current: Round, tokens: Tokens) -> bool:
-        """Whether a lookup is worth the end of a free run; another request would miss a pass."""
+        """Return True if a lookup is worth ending a free run; another request would miss a pass."""
         if self._planner.estimates.streams > 1:
             return False
         lookup = current.unverified_lookup = self.find_lookup(tokens)
@@ -98,8 +102,8 @@ class NextRounds:
         rows = self.choose(draft, length, origin)
         chosen, planner = draft.pick(rows), self._planner
         speculates = self.speculates(length)
-        # The drafter of a request comes after its first round, and behind a lookup that was worth
-        # verifying, or of a fixed length, there may be another one.
+        # The drafter of a request is ready after its first round; after a lookup that was worth
+        # verifying, or has a fixed length, there may be another one.
         awaits = planner.mode != "ar" and number == 1
         by_hand = planner.num_draft_tokens > 0 and not self._limits.has_drafter
         by_hand = by_hand and planner.should_speculate
@@ -119,11 +123,13 @@ class NextRounds:
         return NextRound(chosen, draft, rows, verify)
 
     def count_grant(self, length: int) -> int:
-        """Return how many tokens may follow unasked."""
+        """Return how many free-running tokens to grant."""
         return limit_grant(self._planner.estimates.streams, self._limits.count_ahead(length))
 
     def find(self, current: Round, outcome: VerificationOutcome, length: int) -> NextRound | None:
-        """Return the round prepared for this outcome; planned now, if only its draft was."""
+        """Return the round prepared for this outcome; plan it now if only its draft was
+        prepared.
+        """
         planned = current.next_rounds.get((outcome.row, outcome.bonus))
         draft = current.cache.draft(outcome.row, outcome.bonus)
         if planned is not None or not draft or not self.can_speculate(length):
@@ -131,19 +137,19 @@ class NextRounds:
         return self.plan(outcome.round + 1, length, outcome.bonus, draft, "hit")
 
     def precompute(self, current: Round, number: int, length: int) -> list[Action]:
-        """Plan the rounds that outcomes with a newly grown draft lead to, the likeliest ones.
+        """Plan the rounds of the most likely outcomes with a new draft.
 
         Args:
             current: the round in flight.
-            number: its own.
-            length: the same.
+            number: its number.
+            length: its length.
         """
         actions: list[Action] = []
         grown = [one for one in current.cache.latest_outcomes() if one[0] <= len(current.draft)]
-        likeliest = choose_planned(self._planner.estimates, grown, current.draft, current.origin)
-        for outcome in set(grown) - set(likeliest):
+        selected = choose_planned(self._planner.estimates, grown, current.draft, current.origin)
+        for outcome in set(grown) - set(selected):
             current.next_rounds.pop(outcome, None)  # planned with less of its draft
-        for row, bonus in likeliest:
+        for row, bonus in selected:
             emitted = [*current.draft.tokens_to(row), bonus]
             after = length + len(emitted)
             ends = self._limits.cut(length, emitted)[1]
@@ -159,18 +165,20 @@ class NextRounds:
 
 
 def choose_planned(
-    known: CostModel, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
+    estimates: CostModel, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
 ) -> Sequence[tuple[int, int]]:
-    """Return those of prepared outcomes, row and bonus, whose rounds are worth planning beforehand.
+    """Return the prepared outcomes, row and bonus, whose rounds are worth planning in advance.
 
-    Each takes about 0.05 ms at every depth, and what the target says meanwhile waits for it.
-    The others are planned if they come.
+    Each plan takes about 0.05 ms at every depth, which delays the handling of the target's outcome.
+    The others are planned if they occur.
     """
     if len(outcomes) <= _PLANNED:
         return outcomes
-    rates = known.acceptance_rates(draft.confidences, draft.parents, origin)
+    rates = estimates.acceptance_rates(draft.confidences, draft.parents, origin)
     ends = acceptance_distribution(rates, draft.parents)
-    curves = choose_curves(draft.parents, known.after_rejection[origin], known.after_all[origin])
+    curves = choose_curves(
+        draft.parents, estimates.after_rejection[origin], estimates.after_all[origin]
+    )
     chances = outcome_chances([row for row, _ in outcomes], ends, curves)
     ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
     return [outcomes[index] for index in ranked[:_PLANNED]]

@@ -1,10 +1,10 @@
-"""What a sequence waits for."""
+"""Phases of a sequence."""
 
 from enum import Enum, auto
 
 
 class Phase(Enum):
-    """What a sequence waits for between two events."""
+    """The event that a sequence waits for."""
 
     VERIFYING = auto()
     DRAFTING = auto()
@@ -12,5 +12,5 @@ class Phase(Enum):
     STRANDED = auto()
     """There is no verifier."""
     HELD = auto()
-    """Others have their turn."""
+    """Other requests have their turn."""
     FINISHED = auto()

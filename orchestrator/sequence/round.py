@@ -1,4 +1,4 @@
-"""One verification in flight: what is verified, and what is prepared meanwhile."""
+"""One verification in flight: its draft, and what is prepared meanwhile."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,62 +22,62 @@ from protocol.messages import (
 
 
 class NextRound(NamedTuple):
-    """How a round would begin."""
+    """The plan of a round that may follow."""
 
     draft: Draft
-    """What is verified."""
+    """The draft to verify."""
     offered: Draft
     """The draft that it is taken from."""
     rows: list[int]
-    """Which rows of that."""
+    """Rows of that draft."""
     verify: Verify
 
 
 @dataclass
 class Round:
-    """Replaced as a whole when the next one starts."""
+    """The current round; replaced as a whole when the next one starts."""
 
     nodes: Tokens = field(default_factory=list)
     """The pending token and the draft tokens."""
     draft: Draft = field(default_factory=Draft)
-    """The draft tokens that are verified."""
+    """The draft to verify."""
     offered: Draft = field(default_factory=Draft)
-    """The draft that they were taken from."""
+    """The draft that it was taken from."""
     rows: list[int] = field(default_factory=list)
-    """Their rows in it."""
+    """Rows of that draft."""
     origin: Origin = "target"
-    """Where the draft came from."""
+    """Origin of the draft."""
     speculating: bool = False
-    """Whether a drafter works beside the verification, or drafted for it."""
+    """True if a drafter works during the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
-    """The rounds that the prepared outcomes lead to."""
+    """Rounds that follow from the prepared outcomes."""
     waited_ms: float = 0.0
-    """How long its draft was waited for."""
+    """Time waited for its draft."""
     continues_run: bool = False
-    """Whether it is one of a free run, behind the first."""
-    is_beside: bool = False
-    """Whether the drafter works during the pass."""
+    """True if it is a round of a free run after the first."""
+    is_contended: bool = False
+    """True if the drafter works during the pass."""
     asked: Prepare | None = None
-    """What the drafter was asked to prepare beside it, if anything."""
+    """The drafter's request to prepare during it, if any."""
     unverified_lookup: Draft = field(default_factory=Draft)
-    """A prompt lookup that was not worth verifying; whether it was right is observed."""
+    """A prompt lookup that was not worth verifying; its correctness is observed."""
 
     def forget(self) -> None:
-        """Drop what was prepared: the drafter is gone."""
+        """Drop the prepared outcomes: the drafter is gone."""
         self.cache = SpeculationCache()
         self.next_rounds = {}
         self.asked = None
 
     def is_asked_for(self, tree: DraftTree) -> bool:
-        """Whether the drafter was asked to prepare a tree of this size, or a larger one."""
-        asked = self.asked
-        if asked is None or not all(0 <= row < len(asked.nodes) for row, _ in tree.outcomes):
+        """Return True if the drafter was asked to prepare a tree of this size, or a larger one."""
+        request = self.asked
+        if request is None or not all(0 <= row < len(request.nodes) for row, _ in tree.outcomes):
             return False
-        return fits(tree, asked, sum(asked.fan_out))
+        return fits(tree, request, sum(request.fan_out))
 
     def origins(self, outcome: VerificationOutcome) -> list[TokenOrigin]:
-        """Where each token came from that the outcome adds."""
+        """Return the origin of each token that the outcome adds."""
         main = set(self.draft.main)
         path = self.draft.path(outcome.row)
         return [*(self.origin if row in main else "branch" for row in path), "target"]
@@ -90,7 +90,9 @@ class Round:
         ended_at: float,
         last_token_at: float | None,
     ) -> RoundObservation:
-        """What the round showed; `last_token_at` is of the one before it, None: it is the first."""
+        """Return the observation of the round; `last_token_at` is the previous round's, None for
+        the first.
+        """
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         return RoundObservation(
             mode=planner.mode,
@@ -98,7 +100,7 @@ class Round:
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             speculating=self.speculating,
-            beside=self.is_beside,
+            is_contended=self.is_contended,
             origin=self.origin,
             confidences=self.draft.confidences,
             accepted=outcome.accepted,
@@ -116,38 +118,42 @@ class Round:
         )
 
     def _judge_lookup(self, outcome: VerificationOutcome) -> tuple[float, bool] | None:
-        """Confidence of its first token, and whether the target chose that."""
+        """Return the confidence of its first token, and True if the target chose it."""
         lookup = self.unverified_lookup
         if not len(lookup):
             return None
         return lookup.confidences[0], lookup.tokens[0] == outcome.bonus
 
 
-def fits(tree: DraftTree, asked: Prepare | DraftNow | None, branches: int) -> bool:
-    """Whether one depth of so many branches is no deeper, no wider and no other than asked for."""
-    if asked is None:
+def fits(tree: DraftTree, request: Prepare | DraftNow | None, branches: int) -> bool:
+    """Return True if a depth is within the request: not deeper, not wider, and not another
+    round's.
+    """
+    if request is None:
         return False
-    deepest = asked.depth if isinstance(asked, Prepare) else asked.count
-    if not 1 <= tree.depth <= deepest or (tree.parents and not asked.siblings):
+    deepest = request.depth if isinstance(request, Prepare) else request.count
+    if not 1 <= tree.depth <= deepest or (tree.parents and not request.siblings):
         return False
-    return len(tree.tokens) <= branches * (1 + asked.siblings)
+    return len(tree.tokens) <= branches * (1 + request.siblings)
 
 
 class EndedRound(NamedTuple):
-    """A round whose end is not in the books yet."""
+    """A round whose bookkeeping is pending."""
 
     round: Round
     outcome: VerificationOutcome
     emitted: Tokens
-    """Those that belong to the answer."""
+    """The tokens that belong to the answer."""
     ends: FinishReason | None
 
-    def record(self, recorder: Recorder, seen: RoundObservation, now: float) -> list[TokenOrigin]:
-        """Do the statistics; returns where each of the emitted tokens came from."""
+    def record(
+        self, recorder: Recorder, observation: RoundObservation, now: float
+    ) -> list[TokenOrigin]:
+        """Record the statistics; return the origin of each emitted token."""
         done, outcome = self.round, self.outcome
         recorder.plain_rounds += not done.speculating and done.origin != "lookup"
         recorder.add_times(outcome, done.draft, done.origin, now)
-        recorder.add_round(seen)
+        recorder.add_round(observation)
         kept, origins = len(self.emitted), done.origins(outcome)
         accepted = origins[: min(kept, outcome.accepted)]
         recorder.count_verified(done.draft, accepted, done.origin)

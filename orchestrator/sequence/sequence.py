@@ -1,9 +1,9 @@
-"""One request's state, and what each event does to it: pure, no process and no clock.
+"""The state machine of one request: pure, without processes and clocks.
 
-Every method takes an event and returns the actions that answer it, in the order in which
-they should be carried out. Only the end of a verification takes two calls: `decide` returns
-what the services wait for, which must leave at once, and `record` does the books while the
-target is busy again. A service that dies is rebuilt from the committed tokens.
+Every method takes an event and returns the resulting actions, in the order of execution. Only the
+end of a verification takes two calls: `decide` returns the messages that the services wait for,
+which must be sent at once, and `record` does the bookkeeping while the target is busy again. A
+service that dies is rebuilt from the committed tokens.
 """
 
 from typing import assert_never
@@ -53,7 +53,7 @@ class Sequence:
         self.round = 0
         self.recorder = recorder
         self.planner = planner
-        """How its rounds are decided."""
+        """Decides its rounds."""
         self.current = Round()
         self._sampling = sampling
         self._limits = RequestLimits(limits, len(prompt))
@@ -61,15 +61,15 @@ class Sequence:
         self._free_run = FreeRun(number)
         self._next_rounds = NextRounds(number, planner, self._limits, sampling.logits_options)
         self._decided: EndedRound | None = None
-        self._is_held = False  # others have their turn
-        self._row = 0  # where the last outcome ended
-        self._backup = SpeculationCache()  # what has arrived of the draft the target waits for
+        self._is_held = False  # other requests have their turn
+        self._row = 0  # row in which the last outcome ended
+        self._backup = SpeculationCache()  # the part of the awaited draft that has arrived
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
 
     def on_verifier_up(self, max_draft_tokens: int, *, takes_trees: bool = False) -> list[Action]:
-        """A verifier is ready: (re)open there and verify the pending token."""
+        """Open the sequence at a ready verifier, and verify the pending token."""
         if self.phase is Phase.FINISHED:
             return []
         self._limits.max_draft = max_draft_tokens
@@ -77,29 +77,29 @@ class Sequence:
         return [ToVerifier(self._open()), *self._verify(Draft(), "target"), *self._look_ahead()]
 
     def limit_context(self, context_length: int) -> list[Action]:
-        """What the verifier that is about to be used can attend to; 0 means unlimited."""
+        """Set the context length of the next verifier; 0 means unlimited."""
         why = self._limits.set_context(context_length, len(self.tokens))
         return self.finish("error", why) if why else []
 
     def on_verifier_lost(self) -> None:
-        """The verifier died; the sequence waits for another."""
+        """Wait for another verifier after this one died."""
         if self.phase is not Phase.FINISHED:
             self.phase = Phase.STRANDED
-            self.round += MOST_GRANTED if self.round else 0  # its last outcomes mean nothing
+            self.round += MOST_GRANTED if self.round else 0  # its last outcomes are void
 
     def suspend(self) -> list[Action]:
-        """Close it at the services; it waits to be opened there again."""
+        """Close the sequence at the services; it waits to be opened again."""
         self.on_verifier_lost()
         self._is_held, self.recorder.was_suspended = False, True
         return self._close()
 
     def hold(self) -> list[Action]:
-        """Begin no further round by itself: others have their turn."""
+        """Start no further round by itself: other requests have their turn."""
         self._is_held = True
         return self._free_run.revoke()
 
     def release(self) -> list[Action]:
-        """Go on from where it is held."""
+        """Resume from a hold."""
         self._is_held = False
         if self.phase is not Phase.HELD:
             return []
@@ -107,7 +107,7 @@ class Sequence:
         return self._verify(Draft(), "target") + self._look_ahead()
 
     def on_drafter_up(self, context_length: int, *, takes_trees: bool = False) -> list[Action]:
-        """A drafter is ready: open there, and prepare for the round in flight."""
+        """Open the sequence at a ready drafter, and prepare for the round in flight."""
         if self.phase is Phase.FINISHED or self.planner.mode == "ar":
             return []
         self._limits.has_drafter = True
@@ -121,11 +121,11 @@ class Sequence:
         return actions
 
     def on_drafter_filled(self) -> None:
-        """The drafter has computed the prompt."""
+        """Record that the drafter has computed the prompt."""
         self._drafter_sync.is_filling = False
 
     def on_drafter_lost(self, reason: str) -> list[Action]:
-        """The drafter died, or failed on this sequence: decode without it."""
+        """Decode without the drafter, which died or failed on this sequence."""
         if not self._limits.has_drafter:
             return []
         self._limits.has_drafter = False
@@ -141,19 +141,19 @@ class Sequence:
     # ------------------------------------------------------------ a verification ends
 
     def is_awaiting(self, number: int) -> bool:
-        """Whether the outcome of this round is what comes next."""
+        """Return True if the outcome of this round is expected next."""
         return self.phase is Phase.VERIFYING and number == self.round
 
     def is_precomputed(self, outcome: VerificationOutcome) -> bool:
-        """Whether the last `PrecomputeVerify` for this outcome is what it will lead to."""
-        known = (outcome.row, outcome.bonus) in self.current.next_rounds
+        """Return True if the last `PrecomputeVerify` for this outcome is up to date."""
+        planned = (outcome.row, outcome.bonus) in self.current.next_rounds
         awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
-        return known and awaited and self.planner.should_speculate and not self._is_held
+        return planned and awaited and self.planner.should_speculate and not self._is_held
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         """Commit the outcome, look it up in the cache, and start the next round.
 
-        What this returns should leave before `record` is called.
+        The returned actions should be executed before `record` is called.
         """
         if not self.is_awaiting(outcome.round):
             return []
@@ -173,18 +173,20 @@ class Sequence:
         return []
 
     def record(self, now: float) -> list[Action]:
-        """Do the books of the round that `decide` ended; emit its tokens, and end with them."""
+        """Do the bookkeeping of the round that `decide` ended; emit its tokens, and end with
+        them.
+        """
         if self._decided is None:
             return []
         ended, self._decided = self._decided, None
         done, outcome, emitted, ends = ended
         actions = self._look_ahead() if ends is None else []
         last_token_at = self.recorder.take_last_token_at()
-        seen = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
-        self.planner.estimates.observe_round(seen)
+        observation = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
+        self.planner.estimates.observe_round(observation)
         if ends is None and not self._is_held:
             actions += self._check_free_run()
-        origins, logprobs = ended.record(self.recorder, seen, now), outcome.logprobs
+        origins, logprobs = ended.record(self.recorder, observation, now), outcome.logprobs
         actions.append(Emit(emitted, origins, logprobs[: len(emitted)]))
         return actions + (self.finish(ends) if ends is not None else [])
 
@@ -199,7 +201,7 @@ class Sequence:
         return self._on_miss(now)
 
     def _on_miss(self, now: float) -> list[Action]:
-        """No draft is prepared for the outcome."""
+        """Handle an outcome without a prepared draft."""
         length, lookup = len(self.tokens), self._next_rounds.find_lookup(self.tokens)
         if not self._next_rounds.can_speculate(length):
             drafter = self._limits.can_draft(length, self.planner.depth)
@@ -216,7 +218,7 @@ class Sequence:
         return self._go_on(lookup, "plain" if self.planner.mode == "ssd" else "")
 
     def _go_on(self, lookup: Draft, without: str = "", *, alone: bool = False) -> list[Action]:
-        """The target does not wait: it verifies the prompt lookup, or nothing."""
+        """Start a round without waiting: with the prompt lookup, or plainly."""
         used = self._next_rounds.choose_lookup(lookup, len(self.tokens), alone=alone)
         if fallback := "lookup" if used else without:
             self.recorder.fallbacks[fallback] += 1
@@ -226,14 +228,14 @@ class Sequence:
         return actions
 
     def _continue_run(self) -> list[Action]:
-        """Follow the verifier, which has begun the next round of a free run."""
+        """Follow the verifier, which has started the next round of a free run."""
         self.round, self.current = self.round + 1, Round([self.tokens[-1]], continues_run=True)
         if self.planner.should_speculate and not self._limits.has_drafter:
             self.recorder.fallbacks["no_drafter"] += 1
         return []
 
     def _check_free_run(self) -> list[Action]:
-        """End a free run if there is something better to do; else let it go on."""
+        """End a free run if there is something better to do; otherwise let it continue."""
         if not self._free_run.goes_on:
             return []
         rounds = self._next_rounds
@@ -262,7 +264,7 @@ class Sequence:
 
     @property
     def _drafter_is_behind(self) -> bool:
-        """Whether it has to catch up, which it does beside a verification without a draft."""
+        """True if the drafter has to catch up, during a verification without a draft."""
         return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
 
     def _should_speculate(self) -> bool:
@@ -271,13 +273,13 @@ class Sequence:
     def _prepare(self) -> list[Action]:
         sync, current = self._drafter_sync, self.current
         if self._should_speculate() and self._drafter_is_behind:
-            current.is_beside = True
+            current.is_contended = True
             return [ToDrafter(sync.catch_up(self.tokens, self.round))]
         if not (self.planner.prepares and current.speculating):
             stops = sync.stop(self.tokens, self.round) if self._limits.has_drafter else []
             return [ToDrafter(stop) for stop in stops]
         draft, plan = self._next_rounds.plan_preparation(current)
-        current.is_beside = True
+        current.is_contended = True
         current.asked = sync.prepare(self.tokens, self.round, draft, plan)
         return [ToDrafter(current.asked)]
 
@@ -292,7 +294,9 @@ class Sequence:
     # ------------------------------------------------------------ while the target works
 
     def _look_ahead(self) -> list[Action]:
-        """What can wait until a round has started: predict it, and plan what may follow it."""
+        """Do the work that can wait until a round has started: predict it, and plan its
+        successors.
+        """
         if self.phase is not Phase.VERIFYING:
             return []
         current = self.current
@@ -307,7 +311,7 @@ class Sequence:
         return self._next_rounds.precompute(self.current, self.round, len(self.tokens))
 
     def is_asked_for(self, tree: DraftTree) -> bool:
-        """Whether the drafter was asked for a tree of this size, be it too late now."""
+        """Return True if the drafter was asked for a tree of this size, even if it is late now."""
         if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.HELD, Phase.FINISHED):
             return tree.round <= self.round
         if self.phase is Phase.DRAFTING:
@@ -315,7 +319,7 @@ class Sequence:
         return self.current.is_asked_for(tree)
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
-        """One depth arrived: keep it, or go on if it is the draft that the target waits for."""
+        """Handle a depth: keep it, or continue if it is the draft that the target waits for."""
         self.on_drafter_filled()  # or it could not draft
         if tree.round != self.round or not self.is_asked_for(tree):
             self.recorder.stale_trees += 1
@@ -323,7 +327,7 @@ class Sequence:
         match self.phase:
             case Phase.VERIFYING:
                 if not self.current.cache.add(tree):
-                    self.recorder.stale_trees += 1  # again, or out of order
+                    self.recorder.stale_trees += 1  # duplicate, or out of order
                     return []
                 self.planner.estimates.observe_step(tree.depth, tree.draft_ms)
                 return self._precompute()
@@ -335,7 +339,7 @@ class Sequence:
                 assert_never(self.phase)
 
     def _on_backup(self, tree: DraftTree, now: float) -> list[Action]:
-        """A depth of the draft that the target waits for."""
+        """Handle a depth of the awaited draft."""
         if tree.depth != self._backup.depth + 1:
             return []  # out of order
         if tree.last:
@@ -344,7 +348,7 @@ class Sequence:
             tree = replace(tree, outcomes=[BACKUP])
         grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
         draft = self._backup.draft(*BACKUP)
-        # A last token that is not worth verifying ends the drafting too.
+        # A last token that is not worth verifying ends the draft too.
         chosen = self._next_rounds.choose(draft, len(self.tokens), "miss")
         useful = grown and draft.main[-1] in chosen
         if useful and not tree.last and self.planner.should_extend(draft):
@@ -357,7 +361,7 @@ class Sequence:
         return actions
 
     def on_draft_late(self) -> list[Action]:
-        """The draft that the target waits for did not come in time: use what there is."""
+        """Continue with what has arrived: the awaited draft is late."""
         if self.phase is not Phase.DRAFTING:
             return []
         self.recorder.fallbacks["late"] += 1

@@ -9,7 +9,7 @@ OutcomeKey = tuple[int, int]
 """The row of the last accepted node, and the bonus token."""
 
 BACKUP: OutcomeKey = (0, 0)
-"""Stands for the one outcome that a draft is made for while the target waits."""
+"""Key of the only outcome of a draft made while the target waits."""
 
 
 class SpeculationCache:
@@ -23,25 +23,26 @@ class SpeculationCache:
         self._drafts: dict[OutcomeKey, Draft] = {}
         self._order: list[OutcomeKey] = []
         self._ends: list[tuple[OutcomeKey, int] | None] = []
-        """Where the tokens of the last depth stand: an outcome and a row of its draft. None for
-        a token that was not taken."""
+        """Location of the last depth's tokens: an outcome and a row of its draft; None for a
+        rejected token.
+        """
         self._growing: list[OutcomeKey] = []
         """Outcomes whose branch got a token at the last depth."""
         self._depth = 0
         self._inherited: dict[OutcomeKey, Draft] = {}
 
     def inherit(self, offered: Draft, rows: Sequence[int]) -> bool:
-        """Keep what of a draft is not verified.
+        """Keep the part of a draft that is not verified.
 
-        If the bonus token turns out to be one that was left out, what follows it is a draft.
-        Under the rejection rule too: the bonus token was drawn without regard to the rest; the
-        others were drawn from their own distributions behind that very token, with random
-        numbers used for nothing else; and whether they are kept or offered does not depend on
-        what was drawn.
+        If the bonus token turns out to be one that was left out, its subtree is a draft. This also
+        holds under the rejection rule: the bonus token was drawn independently of the rest; the
+        other tokens were drawn from their own distributions after that very token, with random
+        numbers used for nothing else; and whether they are kept or offered does not depend on the
+        samples.
 
         Args:
             offered: the whole draft.
-            rows: the rows of it that are verified, in that order; each with its parent.
+            rows: its verified rows, in that order; each with its parent.
 
         Returns:
             False if there is nothing to keep.
@@ -55,7 +56,7 @@ class SpeculationCache:
         return bool(self._inherited)
 
     def add(self, tree: DraftTree) -> bool:
-        """Add one depth; False if it does not continue what is here, and was dropped."""
+        """Add one depth; return False, and drop it, if it does not continue the cached branches."""
         if tree.depth != self._depth + 1:
             return False
         order = tree.outcomes if tree.depth == 1 else self._order
@@ -64,7 +65,7 @@ class SpeculationCache:
             return False
         if tree.depth == 1:
             self._drafts = {outcome: Draft() for outcome in order}
-            # An outcome that is named twice keeps the branch that came first.
+            # Of duplicate outcomes, the first branch is kept.
             first = {outcome: index for index, outcome in reversed(list(enumerate(order)))}
             self._ends = [(o, 0) if first[o] == index else None for index, o in enumerate(order)]
         self._order, self._depth = order, tree.depth
@@ -83,7 +84,7 @@ class SpeculationCache:
         return (outcome, row) if row is not None else None
 
     def draft(self, row: int, bonus: int) -> Draft:
-        """The prepared continuation of this outcome; empty on a miss."""
+        """Return the prepared continuation of this outcome; empty on a miss."""
         prepared = self._drafts.get((row, bonus), Draft())
         inherited = self._inherited.get((row, bonus))
         if inherited is not None and inherited.depth > prepared.depth:
@@ -91,7 +92,7 @@ class SpeculationCache:
         return prepared
 
     def latest_outcomes(self) -> list[OutcomeKey]:
-        """The outcomes whose drafts the last depth made longer."""
+        """Return the outcomes whose drafts the last depth extended."""
         if not self._order:
             return list(self._inherited)
         return [
@@ -101,16 +102,16 @@ class SpeculationCache:
         ]
 
     def rank(self, row: int, bonus: int) -> tuple[int | None, int]:
-        """Which of the bonus tokens prepared behind this row it is, and of how many.
+        """Return the rank of a bonus token among those prepared after this row, and their number.
 
-        The best candidate is 0; None stands for none of them.
+        The best candidate has rank 0; None means that it was not prepared.
         """
         bonuses = [token for accepted, token in self._order if accepted == row]
         return (bonuses.index(bonus) if bonus in bonuses else None), len(bonuses)
 
     @property
     def depth(self) -> int:
-        """How deep the branches are."""
+        """Depth of the branches."""
         return self._depth
 
     def __len__(self) -> int:
@@ -118,7 +119,9 @@ class SpeculationCache:
 
 
 def is_well_formed(tree: DraftTree, before: int) -> bool:
-    """Whether a depth can follow one of `before` tokens: counts fit, no token comes twice."""
+    """Return True if a depth can follow one of `before` tokens: counts fit, no token is
+    repeated.
+    """
     count = len(tree.tokens)
     if len(tree.confidences) != count or len(tree.distributions) not in (0, count):
         return False
@@ -130,5 +133,5 @@ def is_well_formed(tree: DraftTree, before: int) -> bool:
 
 
 def _are_distinct(children: Iterable[tuple[int, int]]) -> bool:
-    seen = [child for child in children if child[1] != END_OF_BRANCH]
-    return len(seen) == len(set(seen))
+    tokens = [child for child in children if child[1] != END_OF_BRANCH]
+    return len(tokens) == len(set(tokens))

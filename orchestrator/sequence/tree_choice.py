@@ -1,8 +1,8 @@
-"""Which part of a draft is worth verifying: greedy by probability. Pure.
+"""Selects the part of a draft that is worth verifying: greedy by probability. Pure.
 
-A token counts if all tokens before it are accepted, so it brings the probability of its whole
-path, and no path is likelier than its beginning. Hence the m likeliest nodes are a tree, the
-best one of m nodes.
+A token counts if all tokens before it are accepted, so its value is the probability of its whole
+path, and no path is likelier than its prefix. Hence the m most likely nodes are a tree, the best
+one of m nodes.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def rank_nodes(parents: Sequence[int], rates: Sequence[float]) -> tuple[list[int
     chances = [1.0]
     for parent, rate in zip(parents, rates, strict=True):
         chances.append(chances[parent] * rate)
-    # A stable sort keeps parents before children that are as likely.
+    # A stable sort keeps parents before equally likely children.
     rows = sorted(range(1, len(chances)), key=chances.__getitem__, reverse=True)
     return rows, [chances[row] for row in rows]
 
 
 def count_chain(rows: Sequence[int], parents: Sequence[int]) -> int:
-    """Return how many of the first of these rows follow one another: that many are a chain."""
+    """Return how many of these rows, from the first on, form a chain."""
     last = 0
     for count, row in enumerate(rows):
         if parents[row - 1] != last:
@@ -39,12 +39,12 @@ def count_chain(rows: Sequence[int], parents: Sequence[int]) -> int:
 
 
 def find_best(values: Sequence[float]) -> int:
-    """Return how many nodes to verify: where the largest value stands, the first of equals.
+    """Return how many nodes to verify: the index of the largest value, the first of equals.
 
     Passes have few sizes (`token_tree`).
 
     Args:
-        values: of the first 0, 1, ... nodes.
+        values: values of the first 0, 1, ... nodes.
     """
     counts = [rows - 1 for rows in CHAIN_ROWS if rows <= len(values)]
     best: int = max(counts, key=lambda count: values[count])

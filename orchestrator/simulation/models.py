@@ -1,8 +1,7 @@
-"""Models of the two services: they answer the product's messages, and take time for it.
+"""Models of the two services: they answer the product's messages after simulated time.
 
-The drafter works as `services.runtime.loop` and `services.drafter.drafter` do: one message after
-the
-other, news is looked at between two steps, and whatever is newer ends the work on the old.
+The drafter works like `services.runtime.loop` and `services.drafter.drafter`: one message after the
+other; between two steps it checks for new messages, and a newer one ends the current work.
 """
 
 from collections import deque
@@ -26,11 +25,11 @@ from protocol.messages import (
 )
 
 _Step = tuple[float, DraftTree]
-"""Milliseconds, and what they bring."""
+"""Milliseconds, and the resulting message."""
 
 
 class Noise:
-    """Factors around 1 by which times differ; drawn in blocks, since one by one is slow."""
+    """Random factors around 1 for times; drawn in blocks, since single draws are slow."""
 
     def __init__(self, spread: float, seed: int) -> None:
         self._spread = spread
@@ -38,7 +37,7 @@ class Noise:
         self._drawn: list[float] = []
 
     def factor(self) -> float:
-        """Positive, of median 1."""
+        """Return a positive factor with median 1."""
         if not self._spread:
             return 1.0
         if not self._drawn:
@@ -69,7 +68,7 @@ class DrafterModel:
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for news."""
+        """True while it waits for messages."""
         return self._work is None
 
     @property
@@ -78,7 +77,7 @@ class DrafterModel:
         return self._worked_ms + (0.0 if self.idle else self._events.now - self._since)
 
     def receive(self, message: Prepare | DraftNow) -> None:
-        """News."""
+        """Handle a message."""
         self._inbox.append(message)
         if self.idle:
             self._next()
@@ -95,12 +94,12 @@ class DrafterModel:
         self._step()
 
     def _step(self) -> None:
-        found = next(self._work, None) if self._work is not None else None
-        if found is None:
+        step = next(self._work, None) if self._work is not None else None
+        if step is None:
             self._next()
             return
         self._since = self._events.now
-        self._events.after(found[0], partial(self._on_step_done, found[1]))
+        self._events.after(step[0], partial(self._on_step_done, step[1]))
 
     def _on_step_done(self, tree: DraftTree) -> None:
         self._worked_ms += self._events.now - self._since
@@ -115,8 +114,9 @@ class DrafterModel:
         return self._cost.of(branches) * self._noise.factor()
 
     def _feed(self, tree: TokenTree) -> float:
-        """Taking in what is verified: siblings, and the last token of the likeliest chain unless
-        that was a branch, grown deeper; all of it in one pass."""
+        """Return the time to process the verified tokens: siblings, and the last token of the
+        best chain unless that was a branch, grown deeper; all in one pass.
+        """
         adopted = tree.tokens[0] in self._roots and self._tree_depths > max(tree.depths)
         self._roots, self._tree_depths = set(), 0
         rows = len(tree) - tree.stem + (0 if adopted else 1)
@@ -127,9 +127,9 @@ class DrafterModel:
         pending = message.base + len(message.tokens)
         milliseconds = self._feed(tree)
         roots: list[tuple[int, int]] = []
-        for row, wanted in enumerate(message.fan_out[: len(tree)]):
+        for row, count in enumerate(message.fan_out[: len(tree)]):
             position = pending + tree.depths[row] + 1
-            bonuses = oracle.bonuses(position, wanted, rejected=len(tree.children[row]))
+            bonuses = oracle.bonuses(position, count, rejected=len(tree.children[row]))
             roots += [(row, bonus) for bonus in bonuses]
         self._roots = {bonus for _, bonus in roots}
         row, bonus = oracle.outcome(pending, tree)
@@ -203,7 +203,7 @@ class VerifierModel:
         return own_ms * self._noise.factor()
 
     def _check(self, message: Verify, started: float, worked: float, alone_ms: float) -> None:
-        """The verification ends, unless the drafter slowed it down."""
+        """End the verification, unless the drafter slowed it down."""
         slowed = self._device.contention / (1.0 + self._device.contention)
         lost_ms = slowed * (self._drafter.worked_ms - worked)
         missing_ms = alone_ms + lost_ms - (self._events.now - started)

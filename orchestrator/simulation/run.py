@@ -121,7 +121,7 @@ class _Answer:
             self._sequence.on_drafter_filled()
         while self._sequence.phase is not Phase.FINISHED:
             if not self._events.step():
-                raise RuntimeFailure("the simulation stands still: no event is left")
+                raise RuntimeFailure("the simulation cannot continue: no event is left")
         statistics = self._recorder.summarise()
         books, waits = self._books, self._recorder.phases.get("draft_wait", [])
         return Run(

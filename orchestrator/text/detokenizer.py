@@ -1,6 +1,6 @@
 """Incremental detokenisation: from tokens to text, in whole characters.
 
-A token stands for bytes, and the bytes of a character may be spread over several tokens or form no
+A token represents bytes, and a character may be spread over several tokens, or the bytes form no
 valid character. The bytes of byte-level and SentencePiece vocabularies are therefore concatenated
 here and decoded as UTF-8; invalid UTF-8 becomes U+FFFD. Other vocabularies are decoded by the
 library, over a window of the latest tokens.
@@ -44,7 +44,7 @@ class Detokenizer:
         return TextStream(self, _ByteDecoder(self, self._leading_spaces), skipped)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; empty for an id without a vocabulary entry."""
+        """Return the bytes of a token; empty for an id without a vocabulary entry."""
         data = self._bytes.get(token)
         if data is None:
             entry = self._tokenizer.id_to_token(token) or ""

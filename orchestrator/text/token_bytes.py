@@ -1,4 +1,4 @@
-"""The bytes that a vocabulary entry stands for."""
+"""The bytes of a vocabulary entry."""
 
 import re
 
