@@ -63,7 +63,7 @@ def observed(**changes: Any) -> RoundObservation:
         "verify_ms": 10.0,
         "idle_ms": None,
     }
-    told["beside"] = changes.get("speculating", True)
+    told["is_contended"] = changes.get("speculating", True)
     return RoundObservation(**{**told, **changes})
 
 
