@@ -1,4 +1,4 @@
-"""The door: command line, settings, supervisor.
+"""The entry points: command line, settings, supervisor.
 
-The only room that prints or reads the environment.
+The only package that prints or reads the environment.
 """

@@ -37,11 +37,11 @@ _COMMANDS = {
     "swap-drafter": ("swap_drafter", "command"),
     "top": ("top", "command"),
 }
-"""And where in `launch.commands` it is: the module, and its name there."""
+"""Location of each command in `launch.commands`: the module, and its name there."""
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for: most runs need one, and all take half a second."""
+    """Imports a command on demand: most runs need one, and all take half a second."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -67,7 +67,7 @@ def cli() -> None:
 
 
 def _check_shadowing() -> None:
-    """Our import names are generic; another package of such a name must not hide ours."""
+    """Check that no other package hides ours, whose import names are generic."""
     home = Path(__file__).resolve().parent.parent
     for room in ("protocol", "services", "orchestrator"):
         found = importlib.util.find_spec(room)

@@ -1,4 +1,4 @@
-"""`ssd doctor`: what this machine can do, whether the pair fits it, and what would be started."""
+"""`ssd doctor`: checks the machine, the pair, and the processes that would be started."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ Level = Literal["ok", "note", "problem"]
 _PACKAGES = ("mlx", "mlx-lm", "pyzmq", "msgpack", "msgspec", "tokenizers", "coremltools")
 _SURVEY_S = 120.0
 _EXAMPLE_TOKENS = 4096
-"""Context for which the KV is counted into the memory estimate."""
+"""Context for which the KV is included in the memory estimate."""
 _GB = 1e9
 
 
@@ -40,7 +40,7 @@ class Needs(NamedTuple):
 
     weights: int
     kv: int
-    """Of the example's context; a converted model's state has its own size."""
+    """KV of the example's context; a converted model's state has a fixed size."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -52,28 +52,28 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found."""
+    """All findings."""
 
     platform: str
     cores: int
     memory_bytes: int
     free_bytes: int
     versions: dict[str, str]
-    """Package -> version; empty if it is not installed."""
+    """Version by package; empty if it is not installed."""
     survey: HardwareReport
     findings: list[Finding]
 
     @property
     def healthy(self) -> bool:
-        """Whether a stack can be started."""
+        """True if a stack can be started."""
         return not any(finding.level == "problem" for finding in self.findings)
 
 
 def examine(settings: StackSettings) -> DoctorReport:
-    """Look at everything; only what cannot be asked at all is an exception.
+    """Examine the machine; raise only if nothing can be examined at all.
 
     Raises:
-        RuntimeFailure: MLX itself does not start.
+        RuntimeFailure: MLX cannot be loaded.
     """
     survey, memory = ask_hardware(), psutil.virtual_memory()
     return DoctorReport(
@@ -92,7 +92,7 @@ def examine(settings: StackSettings) -> DoctorReport:
 
 
 def examine_ranks(settings: StackSettings) -> list[Finding]:
-    """Start a group as `ssd launch` would, without loading the model, and measure its links."""
+    """Start a group like `ssd launch`, without loading the model, and measure its links."""
     try:
         group = rank_group(settings)
         if group is None:
@@ -141,7 +141,7 @@ def _describe_ranks(found: RankProbeResult, backend: str) -> list[Finding]:
 
 
 def ask_hardware() -> HardwareReport:
-    """What a process with MLX says; raises RuntimeFailure if it cannot."""
+    """Ask a process with MLX for the hardware; raise RuntimeFailure if it fails."""
     try:
         found = run_module("hardware report", "services.tools.hardware", timeout_s=_SURVEY_S)
     except SsdError as error:
@@ -150,7 +150,7 @@ def ask_hardware() -> HardwareReport:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter; empty if one is not installed."""
+    """Return the versions of relevant packages; empty if one is not installed."""
     return {DISTRIBUTION: VERSION, **package_versions(_PACKAGES)}
 
 
@@ -224,7 +224,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
 
 
 def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
-    """How fast the machine reads weights, and what that means for the target."""
+    """Report the rate of reading weights, and its meaning for the target."""
     text = describe_ceiling(read_weight_bytes(pair.model, survey.device), survey.read_bytes_s)
     if text and "small_gemm" in survey.matrix_kernels:
         text += " as floats; what was published in fewer bits is read in as few"
@@ -232,7 +232,7 @@ def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
 
 
 def _needs_here(target: Needs, settings: StackSettings) -> Needs:
-    """What this machine, or each of its GPUs, holds of a target that is spread over ranks."""
+    """Return the memory of a target spread over ranks on this machine, or on each of its GPUs."""
     try:
         group = rank_group(settings)
     except UsageError:
@@ -244,7 +244,7 @@ def _needs_here(target: Needs, settings: StackSettings) -> Needs:
 
 
 def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
-    """A model in words and in memory; raises ModelError if it cannot be read."""
+    """Describe a model and its memory; raise ModelError if it cannot be read."""
     if is_converted(folder):
         found = conversion_in(folder)
         return found.text, Needs(found.weight_bytes, found.state_bytes)
@@ -254,7 +254,7 @@ def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
 
 
 def _check_layers(pair: Pair) -> Finding:
-    """How the target gets back from a rejected draft."""
+    """Report how the target rolls back a rejected draft."""
     report = describe_layers(pair.model)
     if report.misfit:
         return Finding("problem", "layers", report.misfit)
@@ -262,14 +262,14 @@ def _check_layers(pair: Pair) -> Finding:
 
 
 def _examine_kernels(pair: Pair, settings: StackSettings, survey: HardwareReport) -> list[Finding]:
-    """Our kernels for few rows on a GPU: which are used, and what was measured."""
+    """Report our kernels for few rows on a GPU: their use, and the measurements."""
     report = ask_kernel_report(pair.model, settings.metal_kernels, survey.device)
     level: Level = "note" if report.note else "ok"
     return [Finding(level, "GPU kernels", text) for text in describe_kernels(report)]
 
 
 def _check_conversions(pair: Pair) -> list[Finding]:
-    """The CoreML forms that lie beside the models."""
+    """Report the CoreML conversions next to the models."""
     uses = {pair.model: "`--prefill coreml`", pair.draft_model: "`--draft-backend coreml`"}
     findings = []
     for folder, use in uses.items():

@@ -1,6 +1,6 @@
-"""What every verb's `--help` has in common: examples, and words for the flags that many share.
+"""The common part of every command's `--help`: examples, and texts for shared flags.
 
-Kept in one place so that it reads alike. A verb's own help text, where it has one, stays.
+Kept in one place for consistency. A command's own help text, where it has one, is kept.
 """
 
 from collections.abc import Iterator
@@ -150,7 +150,7 @@ Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
 
 
 def complete(command: click.Command, name: str) -> None:
-    """Give a verb, and those below it, their examples, and a word to each flag that has none."""
+    """Add examples to a command and its subcommands, and a text to each flag without one."""
     for called, one in ((name, command), *_below(command, f"{name} ")):
         if called in _EXAMPLES and not one.epilog:
             one.epilog = _format_examples(_EXAMPLES[called])
@@ -160,7 +160,7 @@ def complete(command: click.Command, name: str) -> None:
 
 
 def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    """All verbs and what one types for them; those of groups too."""
+    """Yield all commands with the words to type for them, including those in groups."""
     return _below(group, "")
 
 
@@ -175,7 +175,7 @@ def _below(command: click.Command, above: str) -> Iterator[tuple[str, click.Comm
 
 
 def _format_examples(pairs: list[tuple[str, str]]) -> str:
-    """As an epilog; what an example does stands beside it where there is room."""
+    """Format examples as an epilog, with descriptions on the right where there is room."""
     width = max(len(command) for command, _ in pairs)
     lines = [f"  {command:<{width}}  {what}" for command, what in pairs]
     if max(len(line) for line in lines) > _SCREEN:
@@ -185,4 +185,4 @@ def _format_examples(pairs: list[tuple[str, str]]) -> str:
 
 
 EPILOG = _format_examples(_EXAMPLES[""]) + _LAST
-"""Of `ssd --help`."""
+"""The epilog of `ssd --help`."""

@@ -1,4 +1,4 @@
-"""Our keys, and the public keys of machines that we trust: files in a folder of ours alone."""
+"""Our keys, and the trusted public keys of other machines, in a private folder."""
 
 import contextlib
 import os
@@ -27,16 +27,16 @@ class RemoteServer:
     key: str
     """Its public key."""
     own: Path
-    """File of the keys that we show it."""
+    """File of our keys for it."""
 
 
 def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
-    """The draft server that settings name, if they name one; raises UsageError if they are wrong.
+    """Return the draft server that the settings name, if any; raise UsageError on an error.
 
     Args:
         address: tcp://HOST:PORT.
-        key: its public key, or the name under which it is trusted.
-        own: name of the keys that we show it.
+        key: its public key, or its name in the list of trusted keys.
+        own: name of our keys for it.
     """
     if not address:
         if key:
@@ -51,14 +51,14 @@ def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
 
 
 def check_address(address: str) -> str:
-    """The address, if it is one of TCP; raises UsageError if not."""
+    """Return the address if it is a TCP address; raise UsageError otherwise."""
     if not re.fullmatch(r"tcp://\S+:\d{1,5}", address):
         raise UsageError(f"{address!r} is not the address of a draft server; write tcp://HOST:PORT")
     return address
 
 
 def make_keys(name: str) -> str:
-    """Make a pair of this name; returns its public half. Raises UsageError if there is one."""
+    """Create a key pair of this name; return its public key, or raise UsageError if it exists."""
     file = _file(_folder(), name)
     pair = new_keys()
     try:
@@ -71,7 +71,7 @@ def make_keys(name: str) -> str:
 
 
 def own_keys(name: str) -> Path:
-    """File of our keys of this name; raises UsageError if they cannot be used."""
+    """Return the file of our keys of this name; raise UsageError if they cannot be used."""
     file = _file(_folder(), name)
     if not file.exists():
         raise UsageError(f"no key named {name!r}; make one with `ssd keys new {name}`")
@@ -80,12 +80,12 @@ def own_keys(name: str) -> Path:
 
 
 def list_own_keys() -> dict[str, str]:
-    """Our keys: name and public half."""
+    """Return our keys: name and public key."""
     return {file.stem: read_keys(file).public for file in sorted(_folder().glob("*.json"))}
 
 
 def trust(name: str, key: str) -> None:
-    """Pin a public key under a name; raises UsageError if the name has another one."""
+    """Pin a public key under a name; raise UsageError if the name has another one."""
     file = _pin(name)
     check_key(key)
     if file.exists() and file.read_text(encoding="ascii") != key:
@@ -94,7 +94,7 @@ def trust(name: str, key: str) -> None:
 
 
 def forget(name: str) -> None:
-    """Trust it no longer; raises UsageError if it was not trusted."""
+    """Stop trusting a name; raise UsageError if it was not trusted."""
     try:
         _pin(name).unlink()
     except FileNotFoundError as error:
@@ -102,16 +102,16 @@ def forget(name: str) -> None:
 
 
 def list_trusted_keys() -> dict[str, str]:
-    """Those that we trust: name and public key."""
+    """Return the trusted keys: name and public key."""
     pins = sorted((_folder() / _TRUSTED).iterdir())
     return {pin.name: check_key(pin.read_text(encoding="ascii")) for pin in pins}
 
 
 def public_key(text: str) -> str:
-    """The public key that is meant: a trusted name's, or the text itself.
+    """Return the public key of a trusted name, or the key itself.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the text is neither.
     """
     if re.fullmatch(r"[\w.-]{1,39}", text):
         known = list_trusted_keys()
@@ -138,7 +138,7 @@ def _check_name(name: str) -> str:
 
 
 def _folder() -> Path:
-    """The folder, made if need be; raises UsageError if others could get at it."""
+    """Return the folder, created if needed; raise UsageError if other users can access it."""
     folder = keys_dir()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Files of prompts, one JSON object a line, as every verb reads them."""
+"""Prompt files, one JSON object a line, in the format of all commands."""
 
 import importlib.resources
 from pathlib import Path
@@ -13,7 +13,7 @@ PromptId = str | int
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line; other fields are allowed and ignored, since public prompt sets have many."""
+    """One prompt; unknown fields are ignored, since public prompt sets have many."""
 
     prompt: str
     id: PromptId = ""
@@ -21,7 +21,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file; raises UsageError naming the line that is wrong."""
+    """Read the prompts of a JSONL file; raise UsageError naming an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -47,12 +47,14 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def own_prompts() -> Path:
-    """The file of our own small set."""
+    """Return the file of our small prompt set."""
     return Path(str(importlib.resources.files("launch.bench"))) / "prompts.jsonl"
 
 
 def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
-    """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
+    """Return the prompts of a file, or our small set, each with an id; evenly thinned to
+    `limit`.
+    """
     prompts = [
         prompt if prompt.id != "" else structs.replace(prompt, id=number)
         for number, prompt in enumerate(read_prompts(path or own_prompts()), start=1)

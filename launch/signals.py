@@ -1,4 +1,6 @@
-"""Signals: the first ends us in an orderly way, another one at once. Neither leaves anything."""
+"""Signals: the first one causes an orderly shutdown, a second one kills. Neither leaves
+anything.
+"""
 
 import contextlib
 import signal
@@ -14,13 +16,15 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _AGAIN_S = 0.01
-"""Until a signal is raised again that nobody could catch."""
+"""Delay before a signal is raised again that could not be handled."""
 _KNOCK_S, _KNOCKS = 0.05, 20
-"""Between two interruptions of a main thread that has not heard a signal, and their number."""
+"""Interval between interruptions of a main thread that has not handled a signal, and their
+number.
+"""
 
 
 class Terminated(KeyboardInterrupt):
-    """Somebody wants the program to end: SIGTERM, or its terminal is gone."""
+    """The program is to end: SIGTERM, or its terminal is gone."""
 
 
 _second_signal: list[Callable[[], None]] = []
@@ -29,21 +33,21 @@ _lost: list[type[BaseException]] = []
 
 
 class _Alarm:
-    """Lets the main thread hear a signal that comes while it waits for something else.
+    """Wakes the main thread for a signal that arrives while it waits.
 
-    Python looks at signals before it waits, and a wait ends for those that come in it. One that
-    comes between that look and the wait, or that the system gives to another thread, would be heard
-    behind the wait only. A thread learns of each signal at once, and interrupts the main thread
-    until it has been heard.
+    Python checks signals before it waits, and a wait ends for signals during it. A signal between
+    that check and the wait, or one that the system delivers to another thread, would be handled
+    only after the wait. A thread learns of each signal at once, and interrupts the main thread
+    until it is handled.
     """
 
     def __init__(self) -> None:
         self._mouth: socket.socket | None = None
-        """Where signals are written; None until it is started."""
+        """Socket that signals are written to; None until it is started."""
         self._heard_at = 0.0
 
     def start(self) -> None:
-        """To be called in the main thread; once is enough."""
+        """Start; to be called in the main thread. Once is enough."""
         if self._mouth is not None:
             return
         ears, self._mouth = socket.socketpair()
@@ -53,12 +57,14 @@ class _Alarm:
         threading.Thread(target=self._run, args=(ears,), name="signals", daemon=True).start()
 
     def listen(self) -> None:
-        """Learn of signals; to be called again after an event loop, which takes our place."""
+        """Register for signals; to be repeated after an event loop, which replaces the
+        registration.
+        """
         if self._mouth is not None:
             signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
 
     def on_heard(self) -> None:
-        """The main thread handles a signal."""
+        """Record that the main thread handles a signal."""
         self._heard_at = time.monotonic()
 
     def _run(self, ears: socket.socket) -> None:
@@ -77,9 +83,9 @@ _alarm = _Alarm()
 
 @contextlib.contextmanager
 def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
-    """Inside, another signal calls `kill` instead of breaking off the orderly end.
+    """Call `kill` on another signal, instead of interrupting the orderly shutdown.
 
-    Only in the main thread, which handles signals: what other threads end is a part of the
+    Only in the main thread, which handles signals: other threads' shutdowns are a part of the
     program's work.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -94,10 +100,10 @@ def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer(notify: Callable[[], None]) -> Iterator[None]:
-    """Inside, a signal calls `notify`, and is raised at the end.
+    """Call `notify` on a signal, and raise it at the end.
 
-    For what an exception in any of its instructions may leave stuck, as an event loop; in the main
-    thread.
+    For code that an exception at any instruction could leave stuck, such as an event loop; in the
+    main thread.
     """
     arrived: list[type[KeyboardInterrupt]] = []
 
@@ -128,7 +134,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: "UnraisableHookArgs") -> None:
-    """A signal may come during a finaliser, where exceptions are ignored."""
+    """Raise a signal again that arrived during a finaliser, where exceptions are ignored."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         _lost.append(type(unraisable.exc_value))
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
@@ -143,11 +149,11 @@ def _on_alarm(number: int, frame: FrameType | None) -> None:
 
 
 def _on_knock(number: int, frame: FrameType | None) -> None:
-    """It has ended a system call: Python looks at signals then."""
+    """Do nothing: the system call has been interrupted, and Python checks signals."""
 
 
 def install() -> None:
-    """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
+    """Make SIGINT, SIGTERM and SIGHUP stop this process through its finally clauses."""
     _alarm.start()
     sys.unraisablehook = _raise_again
     signal.signal(signal.SIGALRM, _on_alarm)

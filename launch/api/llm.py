@@ -1,4 +1,4 @@
-"""`LLM`: a stack of one's own behind a Python object."""
+"""`LLM`: a private stack behind a Python object."""
 
 import asyncio
 import contextlib
@@ -31,32 +31,32 @@ from protocol.process.closeable import Closeable
 _log = logging.getLogger("ssd_decode")
 
 _AT_ONCE = 16
-"""Requests that one call keeps at the stack; it decodes some of them and lets others wait."""
+"""Requests that one call keeps at the stack, which decodes some of them and queues the others."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete answer; `answer["text"]` is `answer.text`, as other engines spell it."""
+    """One complete answer; `answer["text"]` is `answer.text`, as in other engines."""
 
     text: str
     tokens: Tokens
     finish_reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
-    """How many of them were found in the KV of earlier requests."""
+    """Number of prompt tokens found in the KV of earlier requests."""
     seed: int
     statistics: Statistics
     logprobs: list[Logprobs] = []
-    """One per token, if asked for."""
+    """One per token, if requested."""
 
     def __getitem__(self, name: str) -> Any:
-        """A field by its name; `token_ids` are the tokens."""
+        """Return a field by its name; `token_ids` are the tokens."""
         name = "tokens" if name == "token_ids" else name
         if name not in self.__struct_fields__:
             raise KeyError(name)
         return getattr(self, name)
 
     def summary(self) -> str:
-        """Speed and acceptance in a line."""
+        """Describe speed and acceptance in a line."""
         s = self.statistics
         text = f"{len(self.tokens)} tokens, {s.tok_s:.1f} tok/s"
         if s.drafted:
@@ -117,17 +117,20 @@ class LLM(Closeable):
         self._async_client = self._exit.enter_context(AsyncClient(address))
 
     def get_default_sampling_params(self, **others: Any) -> SamplingParams:
-        """Return what the model's makers recommend (`generation_config.json`), else greedy."""
+        """Return the model's recommended parameters (`generation_config.json`), else greedy
+        ones.
+        """
         with contextlib.closing(Client(self._address)) as client:
             return SamplingParams.of_model(client.status().model, **others)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:
-        """Answer one prompt or many, which share the stack; the answers keep their order.
+        """Answer one prompt or several, which share the stack; the answers keep their order.
 
         Args:
-            prompts: a text, a conversation (messages with role and content), or several of them.
+            prompts: a text, a conversation (messages with role and content), or several of
+                them.
             params: how to answer; greedily if left out.
 
         Raises:
@@ -152,14 +155,14 @@ class LLM(Closeable):
         return self._stream(request)
 
     def _stream(self, request: Generate) -> Generator[Text | Finished]:
-        # A connection of its own: several streams may be read by turns, or by several threads.
+        # A separate connection: several streams may be read alternately, or by several threads.
         with contextlib.closing(Client(self._address)) as client:
             yield from client.generate(request)
 
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:
-        """`generate` for programs that run on asyncio."""
+        """Run `generate` for programs that use asyncio."""
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def answer(request: Generate) -> Answer:
@@ -177,12 +180,12 @@ class LLM(Closeable):
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Text | Finished]:
-        """`stream` for programs that run on asyncio."""
+        """Run `stream` for programs that use asyncio."""
         [request] = self._requests([prompt], params)
         return self._astream(request)
 
     async def _astream(self, request: Generate) -> AsyncGenerator[Text | Finished]:
-        await self._async_client.status()  # raises if nobody is there
+        await self._async_client.status()  # raises if the orchestrator is gone
         events = self._async_client.generate(request)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -218,7 +221,7 @@ class LLM(Closeable):
 
 
 class _PartialAnswer:
-    """An answer while it comes in."""
+    """An answer that is being received."""
 
     def __init__(self, request: Generate) -> None:
         self._request = request
@@ -247,7 +250,7 @@ class _PartialAnswer:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
-    """A text, or a list of messages, is one prompt."""
+    """Return the prompts as a list; a text, or a list of messages, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     messages: list[Mapping[str, str]] = [one for one in prompts if isinstance(one, Mapping)]
@@ -262,6 +265,6 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
 
 
 def _report_trouble(status: ProcessStatus) -> None:
-    """Python's logging shows warnings on stderr unless the program says otherwise."""
+    """Log problems; Python's logging shows warnings on stderr unless configured otherwise."""
     if status.state in {"died", "lost"}:
         _log.warning("the %s %s (%s)", status.role, status.state, status.note)

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how to answer, for Python programs."""
+"""`SamplingParams`: decoding parameters for Python programs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -40,41 +40,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    """None or -1 draws one; the same seed gives the same answer in every mode if coupled."""
+    """None or -1 chooses a random one; under the coupled rule, a seed gives the same answer in
+    every mode.
+    """
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     mode: Mode = "ssd"
     num_draft_tokens: int = 0
     """Draft tokens per round; 0: the planner decides."""
     max_draft_tokens: int = 0
-    """Most of them that it may choose; 0: any number."""
+    """Limit on the planner's choice; 0 is unlimited."""
     acceptance: Acceptance = "coupled"
     """coupled: the tokens of plain decoding; rejection: their distribution."""
     draft_temp: float | None = None
-    """The drafter's own temperature; None is the target's."""
+    """Temperature of the drafter; None: the target's."""
     draft_top_p: float | None = None
     saguaro_c: float = 1.0
-    """Rejection: the draft's weight for tokens that are prepared for; 1 is off."""
+    """Rejection: the draft's weight for tokens whose outcomes are prepared; 1 is off."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens that occurred, multiplies their negative ones."""
     presence_penalty: float = 0.0
-    """Taken from the logits of the answer's tokens, once."""
+    """Subtracted once from the logits of the answer's tokens."""
     frequency_penalty: float = 0.0
-    """The same, as often as they occur."""
+    """Subtracted from the logits of the answer's tokens, once per occurrence."""
     logit_bias: Mapping[int, float] = {}
-    """Token id -> what is added to its logit."""
+    """Token id -> value added to its logit."""
     json_schema: Mapping[str, Any] | None = None
     """The answer will be JSON that follows this schema."""
     logprobs: int | None = None
     """Report each token's log-probability, and those of this many best ones."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError, naming the parameter, if a value is invalid."""
+        """Raise UsageError, naming the parameter, if a value is invalid."""
         self.request(1, "")
 
     @classmethod
     def preset(cls, name: PresetName, **others: Any) -> Self:
-        """Parameters for a purpose: default, greedy, balanced, creative or conservative."""
+        """Return parameters for a purpose: default, greedy, balanced, creative or conservative."""
         if name not in PRESETS:
             raise UsageError(f"there is no preset {name!r}; known: {', '.join(PRESETS)}")
         preset = get_preset(name)
@@ -83,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_model(cls, folder: str, **others: Any) -> Self:
-        """Return what the makers of the model in this folder recommend; greedy if they do not."""
+        """Return the recommended parameters of the model in this folder; greedy without any."""
         values = read_model_sampling(folder)
         options: LogitsOptions | None = values.pop("logits_options", None)
         if options is not None:

@@ -1,8 +1,8 @@
-"""`ssd bench --profile`: what this machine and pair can be expected to gain, and with what.
+"""`ssd bench --profile`: the expected gain of this machine and pair, and the best settings.
 
-T_v(m) and T_d(B) are measured by gauges; a few short answers of a stack tell the cost of a
-message and how well the drafter guesses. The product's own decisions are then simulated
-with these figures (`orchestrator/simulation`), adaptive and for a grid of fixed knobs.
+T_v(m) and T_d(B) are measured by profilers; a few short answers of a stack give the cost of a
+message and the quality of the drafter. The product's own decisions are then simulated with these
+figures (`orchestrator/simulation`), adaptively and for a grid of fixed settings.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,15 @@ _BISECTIONS = 6
 _DRAFT_LENGTHS = (1, 2, 3, 4, 6)
 _BUDGETS = (8, 16, 32)
 _NUM_DRAFT_TOKENS = 4
-"""Of the sampled answers: fixed, so that acceptance at every position is seen."""
+"""Draft tokens of the sample answers: fixed, so that acceptance at every position is seen."""
 _CLOSE = 1.02
-"""A mode that is not this much faster than a simpler one is not worth its processes."""
+"""A mode that is not faster by this factor than a simpler one is not worth its processes."""
 
 
 def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
-    """A few short answers, to prompts from all over the list, which may be sorted by category."""
+    """Decode a few short answers to prompts spread over the list, which may be sorted by
+    category.
+    """
     found = []
     for prompt in prompts[:: max(1, len(prompts) // _ANSWERS)][:_ANSWERS]:
         request = Generate(
@@ -48,12 +50,12 @@ def profile(
     answers: list[Statistics],
     progress: Callable[[str], None],
 ) -> Profile:
-    """The figures, and what the simulator makes of them."""
+    """Return the figures, and the simulator's results from them."""
     offered = sum(s.rounds * rate for s in answers for rate in _rates_of_reaching(s))
     accepted = sum(s.accepted for s in answers)
     alpha = min(0.99, accepted / offered) if offered else 0.0
     idle = [s.phase_ms["idle_hit"] for s in answers if "idle_hit" in s.phase_ms]
-    # A round on a hit waits for two messages: the outcome, and the next verification.
+    # A round with a hit waits for two messages: the outcome, and the next verification.
     ipc_ms = median(idle) / 2 if idle else Device(t_verify=1.0, t_draft=1.0).ipc
     contention = _contention(verify_ms, answers)
     prediction = None
@@ -77,7 +79,7 @@ def profile(
 
 
 def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float:
-    """How much slower a verification is beside a drafter at work than alone."""
+    """Return the relative slowdown of a verification while the drafter works."""
     name = str(_NUM_DRAFT_TOKENS + 1)
     beside = [s.phase_ms[f"verify_{name}"] for s in answers if f"verify_{name}" in s.phase_ms]
     if not beside or name not in verify_ms:
@@ -86,7 +88,7 @@ def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float
 
 
 def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
-    """A scenario whose hit rate is the measured one, found by bisection."""
+    """Find a scenario with the measured hit rate by bisection."""
     looked_up = sum(kind.cache_lookups for s in answers for kind in s.by_origin.values())
     found = sum(kind.cache_hits for s in answers for kind in s.by_origin.values())
     low, high = 0.02, 0.98
@@ -138,5 +140,7 @@ def _curve(points: dict[str, float]) -> str:
 
 
 def _rates_of_reaching(s: Statistics) -> list[float]:
-    """Share of the rounds in which each position was looked at: those before it stood."""
+    """Return the share of the rounds that reached each position: all tokens before it were
+    accepted.
+    """
     return [1.0, *s.per_position][: len(s.per_position)]

@@ -1,4 +1,4 @@
-"""The target and the drafter timed by themselves: each in a process as its service would be."""
+"""Times target and drafter alone, each in a process like its service."""
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ BRANCHES = [1, 4, 8, 16, 24, 32]
 
 _CONTEXT = 128
 _WORK_S = 1.5
-"""How long each side works in the overlap measurement, about."""
+"""Approximate working time of each side in the overlap measurement."""
 _MOST_ADDED = 2000
 """Tokens that verifications may add to their context: a tiny target fits many into that time."""
 _WIDTH = 16
@@ -35,7 +35,7 @@ _CHAIN = 5
 
 
 class ProfilerWorker(JsonWorker):
-    """One model of the pair, loaded."""
+    """A process with one loaded model of the pair."""
 
     def __init__(self, part: ProfiledRole, settings: StackSettings, pair: Pair) -> None:
         shared = share_cores(pair.backend)
@@ -66,35 +66,35 @@ class ProfilerWorker(JsonWorker):
         self.unit = ""
 
     def await_ready(self) -> None:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         self.unit = self.receive(ProfilerReady).compute_unit
 
     @property
     def name(self) -> str:
-        """Of what it times."""
+        """Name of the timed model."""
         return f"{'target' if self.part == 'verifier' else 'drafter'} ({self.unit})"
 
 
 @dataclass
 class ProfilerPair:
-    """Both of them; a drafter without a model has none."""
+    """Profilers of both models; a drafter without a model has none."""
 
     target: ProfilerWorker
     drafter: ProfilerWorker | None
     context: Tokens
 
     def verify_ms(self) -> dict[str, float]:
-        """T_v(m)."""
+        """Measure T_v(m)."""
         return self.target.ask(TimeRequest(CHAINS, self.context), TimeResult).medians_ms
 
     def draft_ms(self) -> dict[str, float]:
-        """T_d(B); empty without a draft model."""
+        """Measure T_d(B); empty without a draft model."""
         if self.drafter is None:
             return {}
         return self.drafter.ask(TimeRequest(BRANCHES, self.context), TimeResult).medians_ms
 
     def overlap(self) -> Overlap | None:
-        """In turn, then together; None without a draft model."""
+        """Measure both in turn, then together; None without a draft model."""
         if self.drafter is None:
             return None
         first = self._work(self.target, _CHAIN, _MOST_ADDED // _CHAIN)
@@ -117,7 +117,7 @@ class ProfilerPair:
     def _work(
         self, profiler: ProfilerWorker, count: int, most: int = sys.maxsize
     ) -> tuple[ProfilerWorker, WorkRequest]:
-        """As much as fills the time that is meant for it, `most` repeats at most."""
+        """Return the work that fills the intended time, `most` repeats at most."""
         [each_ms] = profiler.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
         repeats = min(max(2, round(1e3 * _WORK_S / each_ms)), most)
         return profiler, WorkRequest(count, repeats, self.context)
@@ -125,7 +125,7 @@ class ProfilerPair:
 
 @contextlib.contextmanager
 def open_profilers(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[ProfilerPair]:
-    """Both gauges, with a context made of `text` repeated."""
+    """Start both profilers, with a context made of `text` repeated."""
     context = (text * (1 + _CONTEXT // len(text)))[:_CONTEXT]
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(ProfilerWorker("verifier", settings, pair))

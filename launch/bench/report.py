@@ -1,4 +1,4 @@
-"""The result as one page that needs nothing else: text, tables, plots."""
+"""The result as one self-contained page: text, tables, plots."""
 
 import html
 from collections.abc import Iterable

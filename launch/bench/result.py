@@ -1,4 +1,4 @@
-"""What the benchmark writes: one JSON object.
+"""The output of the benchmark: one JSON object.
 
 Its schema is `tests/launch/bench/bench.schema.json`.
 """
@@ -25,11 +25,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: float
     gpus: list[str] = []
     units: dict[str, str] = {}
-    """Role -> where it computed, as it said in its handshake."""
+    """Role -> device reported in its handshake."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run."""
+    """Configuration of the benchmark."""
 
     model: str
     draft_model: str
@@ -71,44 +71,45 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     statistics: Statistics | None = None
     """None for mlx-lm."""
     timeline: list[TraceEvent] = []
-    """Who did what in the first rounds; of one mode only."""
+    """Events of each process in the first rounds; for one mode only."""
     emitted: Tokens = []
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """From, to."""
+    """An interval from low to high."""
 
     low: float
     high: float
 
 
 class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one mode: all prompts of a category at a temperature."""
+    """Results of one mode: all prompts of a category at a temperature."""
 
     runs: int
     median: float
-    """tok/s."""
+    """Median in tok/s."""
     iqr: Interval
     speedup_vs_ar: float | None
-    """Median over prompts of tok/s over plain decoding's in this run."""
+    """Median over prompts of tok/s relative to plain decoding in this run."""
     ci95: Interval | None
-    """Of that median, bootstrapped over prompts; None with fewer than three."""
+    """Confidence interval of that median, bootstrapped over prompts; None with fewer than three."""
     ttft_ms: float
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
     per_position: list[float] = []
     drafter: str = ""
     state_bytes_per_round: float | None = None
-    """The target's states that a drafter read; None: it reads none."""
+    """Size of the target's states per round that a drafter read; None: it reads none."""
     offered_by_lag: list[int] = []
     accepted_by_lag: list[int] = []
-    """As in `Statistics`, of all runs."""
+    """Accepted tokens by lag (`Statistics`), over all runs."""
     hit_rate: float | None = None
     hit_rate_after: dict[str, float] = {}
-    """By the origin of the round's chain."""
+    """Hit rate by the origin of the round's chain."""
     hits_within: list[float] = []
-    """Index F - 1: share of looked-up rounds whose outcome was among the best F prepared for
-    its length."""
+    """Index F - 1: share of looked-up rounds whose outcome was among the best F prepared for its
+    length.
+    """
     overlap_ratio: float | None = None
     phase_ms: dict[str, float] = {}
     ipc_share: float | None = None
@@ -117,13 +118,13 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of rounds decoded plainly because that was faster."""
     predicted_tok_s: float | None = None
     bound_tok_s: float | None = None
-    """Theorem 7 with these rounds' hits, lengths and verification times."""
+    """Theorem 7 with the hits, lengths and verification times of these rounds."""
     efficiency: float | None = None
-    """tok/s of all runs together over that bound."""
+    """tok/s of all runs together relative to that bound."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a mode left plain decoding."""
+    """First difference of a mode from plain decoding."""
 
     prompt_id: PromptId
     mode: str
@@ -133,24 +134,24 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     margin: float | None
     """Distance of the two tokens' scores in logits; None if one answer ended early."""
     tie: bool
-    """Whether the distance is within rounding."""
+    """True if the distance is within rounding."""
 
 
 class Checks(msgspec.Struct, frozen=True, kw_only=True):
-    """What was verified."""
+    """Results of the losslessness checks."""
 
     lossless: bool | None
-    """Every mode gave the tokens of plain decoding; None if that could not be checked."""
+    """True if every mode gave the tokens of plain decoding; None if that could not be checked."""
     compared: int
-    """Answers that were compared with plain decoding's."""
+    """Number of answers that were compared with plain decoding's."""
     rounding_ties: int
     not_compared: str = ""
-    """Which modes were not, and why."""
+    """The modes that were not compared, and why."""
     divergences: list[Divergence] = []
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Two processes in turn, and at once."""
+    """Times of two processes in turn, and at once."""
 
     first: str
     second: str
@@ -158,13 +159,13 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     second_ms: float
     together_ms: float
     speed_up: float
-    """In turn over together; 2 at best."""
+    """Time in turn over time together; 2 at best."""
     efficiency: float
-    """Share of the shorter work that the longer one hid: 1 all, 0 none."""
+    """Share of the shorter work that the longer one hid: 1 is all, 0 none."""
 
 
 class SpeedPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulator expects of this machine and pair."""
+    """The simulator's expectation for this machine and pair."""
 
     best_mode: str
     num_draft_tokens: int
@@ -175,30 +176,30 @@ class SpeedPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine and the pair, measured alone, and what follows."""
+    """Measurements of machine and pair, and conclusions from them."""
 
     verify_ms: dict[str, float]
     """m -> T_v(m)."""
     draft_ms: dict[str, float]
     """B -> T_d(B), one depth of the drafter over B branches; empty without a draft model."""
     ipc_ms: float
-    """One message, from process to process."""
+    """Latency of one message between processes."""
     contention: float
-    """How much slower a verification is while the drafter works: .1 is a tenth."""
+    """Relative slowdown of a verification while the drafter works: .1 is a tenth."""
     acceptance_rate: float
     prediction: SpeedPrediction | None = None
 
 
 class WeightReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What decoding reads, and how fast this machine does."""
+    """Bytes of weights read in decoding, and the machine's rate."""
 
     weight_bytes: int
-    """Of the target, for each pass."""
+    """Bytes of the target, for each pass."""
     read_bytes_s: float
 
 
 class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole."""
+    """The complete result."""
 
     schema_version: int = SCHEMA_VERSION
     tool_version: str
@@ -209,9 +210,9 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds: until the stack was ready, and its first token after that."""
     runs: list[BenchRun]
     summary: dict[str, ModeSummary]
-    """Mode (`mode@T` where there are several temperatures) -> figures over all prompts."""
+    """Results over all prompts by mode (`mode@T` with several temperatures)."""
     categories: dict[str, dict[str, ModeSummary]] = {}
-    """The same by category, if there are several."""
+    """Results by category, if there are several."""
     profile: Profile | None = None
     overlap: Overlap | None = None
     reading: WeightReading | None = None

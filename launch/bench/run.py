@@ -1,4 +1,4 @@
-"""One benchmark from its settings to its result."""
+"""One benchmark, from its settings to its result."""
 
 import contextlib
 import datetime
@@ -38,7 +38,7 @@ _FIRST = "Say hello."
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is to be measured."""
+    """Settings of a benchmark."""
 
     settings: StackSettings
     pair: Pair
@@ -46,7 +46,7 @@ class BenchConfig:
     samplings: tuple[Sampling, ...]
     prompts: list[Prompt]
     source: str
-    """Where the prompts come from."""
+    """Source of the prompts."""
     max_tokens: int
     repeats: int
     profile: bool
@@ -55,7 +55,7 @@ class BenchConfig:
 
 
 class Measured(NamedTuple):
-    """What is measured besides the runs."""
+    """Measurements besides the runs."""
 
     cold: dict[str, float]
     profile: Profile | None
@@ -64,7 +64,7 @@ class Measured(NamedTuple):
 
 
 def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
-    """Measure; `progress` takes the number of steps and returns what is called at each.
+    """Run the benchmark; `progress` takes the number of steps and returns a callback for each.
 
     Raises:
         SsdError: a process failed. Whether the runs were lossless is in the result.
@@ -97,7 +97,7 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
 def _measure_alone(
     config: BenchConfig, text: list[int], told: Progress
 ) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
-    """T_v, T_d and the overlap, before the stack is there to disturb."""
+    """Measure T_v, T_d and the overlap before a stack runs that would disturb them."""
     if not (config.profile or config.overlap):
         return {}, {}, None
     with open_profilers(config.settings, config.pair, text) as both:
@@ -113,7 +113,7 @@ def _measure_alone(
 
 
 def _first(client: Client) -> Statistics:
-    """The first answer of a stack, which also wakes it."""
+    """Return the first answer of a stack, which also warms it up."""
     messages = [ChatMessage("user", _FIRST)]
     request = Generate(request=client.number(), messages=messages, max_tokens=2, mode="ar")
     return next(m.statistics for m in client.generate(request) if isinstance(m, Finished))
@@ -130,7 +130,7 @@ def _open_stack(settings: StackSettings) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
-    """A stack for each drafter that a mode names, awake."""
+    """Start and warm up a stack for each drafter that a mode names."""
     names = dict.fromkeys(variant.drafter for variant in config.variants if variant.drafter)
     with contextlib.ExitStack() as opened:
         clients: dict[str, Client] = {}
@@ -142,7 +142,7 @@ def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
 
 
 def _pids(clients: dict[str, Client]) -> dict[str, int]:
-    """Of all processes of all stacks; those of another drafter's are called by its name."""
+    """Return the processes of all stacks; those of another drafter's stack carry its name."""
     found: dict[str, int] = {}
     for drafter, client in clients.items():
         status = client.status()

@@ -1,4 +1,4 @@
-"""The runs: every prompt in every mode, interleaved, and whether the tokens agree."""
+"""The runs: every prompt in every mode, interleaved, and the comparison of their tokens."""
 
 import hashlib
 from collections.abc import Callable
@@ -28,21 +28,21 @@ from protocol.messages import (
 _WARM_UP_TOKENS = 24
 _TRACED = "ssd"
 _SLICES_KEPT = 400
-"""Of an answer's timeline; some dozens of rounds."""
+"""Entries of an answer's timeline to keep: some dozens of rounds."""
 
 _COUNTS = ("rounds", "drafted", "accepted", "per_position", "cache_hits", "cache_misses")
 
 Progress = Callable[[str], None]
 _Answered = tuple[Tokens, float, float, Statistics | None, list[TraceEvent]]
-"""Tokens, ttft_ms, decode_s, and what only our own stack tells."""
+"""Tokens, ttft_ms, decode_s, and the statistics that only our stack has."""
 
 
 @dataclass
 class Bench:
-    """Runs prompts in several modes and keeps what happened."""
+    """Runs prompts in several modes and records the results."""
 
     clients: dict[str, Client]
-    """By the drafter that a variant names; empty is the command line's."""
+    """Clients by the drafter that a variant names; empty is the command line's."""
     reference: ReferenceWorker
     tokenizer: TargetTokenizer
     memory: MemoryWatch
@@ -56,7 +56,7 @@ class Bench:
     compared: int = 0
 
     def steps(self, prompts: list[Prompt]) -> int:
-        """How often `run` will call its progress."""
+        """Return how often `run` will call its progress."""
         return len(self.variants) * len(self.samplings) * (1 + self.repeats * len(prompts))
 
     def run(self, prompts: list[Prompt], progress: Progress) -> None:
@@ -73,7 +73,7 @@ class Bench:
     def _round(
         self, prompt: Prompt, sampling: Sampling, repeat: int, turn: int, progress: Progress
     ) -> None:
-        """One prompt in all modes; their order rotates, so that none is always the first."""
+        """Decode one prompt in all modes; their order rotates, so that none is always the first."""
         turn %= len(self.variants)
         done: dict[str, BenchRun] = {}
         for variant in (*self.variants[turn:], *self.variants[:turn]):
@@ -148,7 +148,7 @@ class Bench:
     # ------------------------------------------------------------ the same tokens
 
     def _compare(self, prompt: Prompt, sampling: Sampling, plain: BenchRun, run: BenchRun) -> None:
-        """Every mode of ours must give the tokens of plain decoding; a tie is measured."""
+        """Check that every mode gave the tokens of plain decoding; measure ties."""
         self.compared += 1
         if run.emitted == plain.emitted:
             return
@@ -167,7 +167,7 @@ class Bench:
         )
 
     def checks(self) -> Checks:
-        """What was compared, and what came of it."""
+        """Return the comparisons, and their results."""
         left_out = [
             variant.label
             for variant in self.variants
@@ -184,24 +184,24 @@ class Bench:
 
 
 def _counts(statistics: Statistics | None) -> dict[str, Any]:
-    """What a run repeats of its statistics; mlx-lm has none."""
+    """Return the statistics that a run repeats; mlx-lm has none."""
     if statistics is None:
         return {}
     return {name: getattr(statistics, name) for name in _COUNTS}
 
 
 def comparable(variant: Variant, sampling: Sampling) -> bool:
-    """Whether this mode must give the tokens of plain decoding."""
+    """Return True if this mode must give the tokens of plain decoding."""
     return not variant.is_reference and not uses_rejection(variant.sampling(sampling))
 
 
 def digest(tokens: Tokens) -> str:
-    """SHA-256 of an answer's token ids."""
+    """Return the SHA-256 of an answer's token ids."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
 
 
 def require_lossless(checks: Checks) -> None:
-    """Raises LosslessnessError if a mode differed by more than a rounding tie."""
+    """Raise LosslessnessError if a mode differed by more than a rounding tie."""
     wrong = [divergence for divergence in checks.divergences if not divergence.tie]
     if wrong:
         first = wrong[0]
@@ -213,7 +213,7 @@ def require_lossless(checks: Checks) -> None:
 
 
 def verdict(checks: Checks) -> str:
-    """What was found to be true, in a sentence."""
+    """Summarise the checks in a sentence."""
     rest = f" ({checks.not_compared})" if checks.not_compared else ""
     if checks.lossless is None:
         return f"losslessness was not checked: nothing to compare with plain decoding{rest}"

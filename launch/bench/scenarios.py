@@ -1,4 +1,4 @@
-"""From files, presets and flags to a scenario; and from its runs to a table that a user reads."""
+"""Simulation scenarios from files, presets and flags, and tables of their results."""
 
 import importlib.resources
 import tomllib
@@ -20,16 +20,16 @@ _DEVICES = Path(str(importlib.resources.files("launch.bench"))) / "devices"
 
 
 def presets() -> list[str]:
-    """Names of the devices that are described in `launch/bench/devices`."""
+    """Return the names of the devices described in `launch/bench/devices`."""
     return sorted(path.stem for path in _DEVICES.glob("*.toml"))
 
 
 def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) -> Scenario:
-    """What to simulate: the flags that were given win over the file or preset.
+    """Return the scenario to simulate: flags override the file or preset.
 
     Raises:
-        UsageError: a file cannot be read, a key is unknown, a value impossible, or T_v, T_d
-            or alpha is missing.
+        UsageError: a file cannot be read, a key is unknown, a value impossible, or T_v, T_d or
+            alpha is missing.
     """
     if file is not None and preset is not None:
         raise UsageError("give a file or a --preset, not both")
@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def table(runs: list[Run], plain: Run) -> Table:
-    """One row per way to decode."""
+    """Build a table with one row per strategy."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     columns = ("", "tok/s", "x ar", "bound", "eff.", "hits", "accepted", "nodes", "len",
                "hidden", "plain")  # fmt: skip
@@ -94,7 +94,7 @@ LEGEND = (
 
 
 def grid(comparison: Comparison) -> Table:
-    """tok/s of the fixed pairs: a row per lookahead K, a column per budget B."""
+    """Build a table of the fixed pairs' tok/s: a row per K, a column per B."""
     runs = {(r.strategy.num_draft_tokens, r.strategy.branches): r.tok_s for r in comparison.fixed}
     budgets = sorted({budget for _, budget in runs})
     best = max(runs.values())
@@ -110,7 +110,7 @@ def grid(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The planner beside the best fixed pair, in a sentence."""
+    """Compare the planner with the best fixed pair, in a sentence."""
     best = comparison.best_fixed
     sentence = (
         f"adaptive {comparison.adaptive.tok_s:.1f} tok/s, {comparison.against_plain:.2f} x ar"
@@ -125,7 +125,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def as_json(scenario: Scenario, runs: list[Run], comparison: Comparison) -> bytes:
-    """All of it, for machines."""
+    """Return all results as JSON."""
     best = comparison.best_fixed
     return msgspec.json.encode(
         {

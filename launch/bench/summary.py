@@ -1,4 +1,4 @@
-"""From runs to figures: medians with their spread, pooled counts, and the bound."""
+"""Aggregates runs: medians with their spread, pooled counts, and the bound."""
 
 import random
 from collections import Counter
@@ -14,11 +14,11 @@ from protocol.messages import Statistics
 PLAIN = "ar"
 _RESAMPLES = 2000
 _FEWEST = 3
-"""Prompts below which an interval would say nothing."""
+"""Fewest prompts for which an interval is meaningful."""
 
 
 def keys(runs: Iterable[BenchRun]) -> dict[str, tuple[str, float]]:
-    """Name in the summary -> (mode, temperature), in the order of the runs."""
+    """Return name in the summary -> (mode, temperature), in the order of the runs."""
     pairs = list(dict.fromkeys((run.mode, run.temperature) for run in runs))
     several = len({temperature for _, temperature in pairs}) > 1
     return {
@@ -28,7 +28,7 @@ def keys(runs: Iterable[BenchRun]) -> dict[str, tuple[str, float]]:
 
 
 def summary(runs: Sequence[BenchRun]) -> dict[str, ModeSummary]:
-    """Per mode and temperature, over all these runs."""
+    """Summarise all these runs per mode and temperature."""
     return {
         key: summarise(
             [run for run in runs if (run.mode, run.temperature) == pair],
@@ -39,7 +39,7 @@ def summary(runs: Sequence[BenchRun]) -> dict[str, ModeSummary]:
 
 
 def categories(runs: Sequence[BenchRun]) -> dict[str, dict[str, ModeSummary]]:
-    """The same per category; empty if there is only one."""
+    """Summarise the runs per category; empty if there is only one."""
     names = list(dict.fromkeys(run.category for run in runs))
     if len(names) < 2:
         return {}
@@ -47,7 +47,7 @@ def categories(runs: Sequence[BenchRun]) -> dict[str, dict[str, ModeSummary]]:
 
 
 def summarise(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> ModeSummary:
-    """The figures of one mode; `plain` are the runs of plain decoding, possibly the same."""
+    """Summarise the runs of one mode; `plain` are the runs of plain decoding, possibly the same."""
     speeds = [run.decode_tps for run in runs]
     low, _, high = quantiles(speeds, n=4) if len(speeds) > 1 else (speeds[0],) * 3
     ratios = _ratios(runs, plain)
@@ -66,7 +66,7 @@ def summarise(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> ModeSummar
 
 
 def _ratios(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> list[float]:
-    """Per prompt, the speed over that of plain decoding; medians over repeats."""
+    """Return the speed relative to plain decoding per prompt; medians over repeats."""
     base, mine = _by_prompt(plain), _by_prompt(runs)
     return [mine[prompt] / base[prompt] for prompt in mine if base.get(prompt)]
 
@@ -80,7 +80,7 @@ def _by_prompt(runs: Sequence[BenchRun]) -> dict[object, float]:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """The 95 % interval of the median, by resampling; the same values give the same one."""
+    """Return the 95 % interval of the median, by deterministic resampling."""
     chance = random.Random(0)  # noqa: S311  # statistics, no secrets
     size = len(values)
     medians = sorted(median(chance.choices(values, k=size)) for _ in range(_RESAMPLES))
@@ -88,7 +88,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
 
 
 def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[str, Any]:
-    """What only speculation has; counts are pooled over all runs."""
+    """Return the fields that only speculation has; counts are pooled over all runs."""
     drafted, accepted = sum(s.drafted for s in told), sum(s.accepted for s in told)
     rounds = sum(s.rounds for s in told)
     hits, misses = sum(s.cache_hits for s in told), sum(s.cache_misses for s in told)
@@ -125,7 +125,7 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
 
 
 def _bounds(told: Sequence[Statistics], tok_s: float) -> dict[str, float | None]:
-    """Theorem 7 with the measured hits, lengths and verification times of these answers."""
+    """Return Theorem 7 for the measured hits, lengths and verification times of these answers."""
     hit, miss = _add_rounds(told)
     waited_ms = sum(s.draft_wait_ms for s in told)
     bound = upper_bound_tok_s(hit, miss, waited_ms)
@@ -133,7 +133,7 @@ def _bounds(told: Sequence[Statistics], tok_s: float) -> dict[str, float | None]
 
 
 def _add_rounds(told: Sequence[Statistics]) -> tuple[Rounds, Rounds]:
-    """Those whose draft was ready, and all others."""
+    """Sum the rounds whose draft was ready, and all others."""
     hit, miss = Rounds(), Rounds()
     for s in told:
         for origin, kind in s.by_origin.items():
@@ -145,7 +145,7 @@ def _add_rounds(told: Sequence[Statistics]) -> tuple[Rounds, Rounds]:
 
 
 def _per_position(told: Sequence[Statistics]) -> list[float]:
-    """Mean over the answers that offered the position, each weighted by its rounds."""
+    """Return means over the answers that offered the position, weighted by rounds."""
     longest = max(len(s.per_position) for s in told)
     rates = []
     for position in range(longest):
@@ -156,7 +156,7 @@ def _per_position(told: Sequence[Statistics]) -> list[float]:
 
 
 def _add(counts: Sequence[Sequence[int]]) -> list[int]:
-    """The sums place by place, of lists of any lengths."""
+    """Sum lists of any lengths element by element."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 

@@ -1,4 +1,4 @@
-"""The result on the terminal."""
+"""Tables of the result for the terminal."""
 
 from rich.table import Table
 
@@ -14,13 +14,15 @@ def _empty(*columns: str) -> Table:
 
 
 def speeds(result: BenchFile) -> Table:
-    """One row per category and mode: medians, and the speed relative to plain decoding."""
+    """Build a table with one row per category and mode: medians, and the speed-up over plain
+    decoding.
+    """
     table = _empty(
         "", "mode", "tok/s", "quartiles", "x ar", "95 %", "TTFT ms", "accept", "len", "hits",
         "eff.",
     )  # fmt: skip
     table.columns[1].justify = "left"
-    # A label that is cut would not say which mode it is.
+    # A truncated label would not identify the mode.
     table.columns[1].min_width = max(map(len, result.summary))
     groups = {**result.categories, "all": result.summary}
     for category, modes in groups.items():
@@ -55,7 +57,9 @@ LEGEND = (
 
 
 def prompts(result: BenchFile) -> Table:
-    """A row per prompt with its speed in each mode, and the total time of each mode."""
+    """Build a table with a row per prompt: its speed in each mode, and the total time of each
+    mode.
+    """
     modes = list(dict.fromkeys(run.mode for run in result.runs))
     table = _empty("tok/s by prompt", *modes)
     for name, speeds in speeds_by_prompt(result.runs).items():
@@ -67,7 +71,7 @@ def prompts(result: BenchFile) -> Table:
 
 
 def phases(result: BenchFile) -> Table:
-    """Medians of the times of a round, a column per mode that speculates."""
+    """Build a table of the median times of a round, a column per speculative mode."""
     modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
     table = _empty("per round, median ms", *modes)
     for name in sorted({name for s in modes.values() for name in s.phase_ms}, key=_natural):
@@ -77,7 +81,7 @@ def phases(result: BenchFile) -> Table:
 
 
 def drafting(result: BenchFile) -> Table:
-    """What drafted, what it read of the target, and how drafts fared by lag."""
+    """Build a table of drafters, their features, and acceptance by lag."""
     modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
     table = _empty("drafting", *modes)
     table.add_row("drafter", *(s.drafter or "-" for s in modes.values()))
@@ -96,13 +100,13 @@ def _rate_at(s: ModeSummary, lag: int) -> float | None:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """`verify_10` after `verify_2`."""
+    """Return a sort key that puts `verify_10` after `verify_2`."""
     stem, _, number = name.rpartition("_")
     return (stem, int(number)) if number.isdigit() else (name, -1)
 
 
 def memory(result: BenchFile) -> str:
-    """The highest memory of each process, in a line."""
+    """Describe the peak memory of each process, in a line."""
     peaks: dict[str, float] = {}
     for run in result.runs:
         for name, used in run.peak_memory_gb.items():
@@ -111,7 +115,7 @@ def memory(result: BenchFile) -> str:
 
 
 def profile(found: Profile) -> Table:
-    """The machine and the pair, and what is expected of them."""
+    """Build a table of the machine and the pair, and the expected speeds."""
     table = _empty("profile", "")
     table.add_row("T_v(m), ms", "  ".join(f"{m}: {ms:.1f}" for m, ms in found.verify_ms.items()))
     if found.draft_ms:
@@ -134,7 +138,7 @@ def profile(found: Profile) -> Table:
 
 
 def overlap(found: Overlap) -> Table:
-    """Whether two compute units really run at once."""
+    """Build a table that shows whether two compute units really run concurrently."""
     table = _empty("overlap", "ms")
     table.add_row(found.first, f"{found.first_ms:.0f}")
     table.add_row(found.second, f"{found.second_ms:.0f}")

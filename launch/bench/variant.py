@@ -1,4 +1,4 @@
-"""What a column of the benchmark is: a mode, perhaps with some knobs fixed.
+"""A column of the benchmark: a mode, perhaps with fixed settings.
 
 Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=8`, `sd:k=3`,
 `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
@@ -25,7 +25,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One way to decode."""
 
     label: str
-    """As it was written."""
+    """The text that was parsed."""
     mode: str
     """One of NAMES."""
     num_draft_tokens: int = 0
@@ -35,23 +35,25 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     tree_nodes: int = 0
     """Draft tokens of verified trees; 0 and 1 are chains."""
     acceptance: Acceptance | None = None
-    """None: as the command line says."""
+    """None: the command line's rule."""
     saguaro: float | None = None
     drafter: str = ""
-    """Draft model that has a stack of its own; empty: the one of the command line."""
+    """Draft model with a separate stack; empty: the one of the command line."""
 
     @property
     def is_reference(self) -> bool:
-        """Whether mlx-lm itself decodes."""
+        """True if mlx-lm itself decodes."""
         return self.mode in REFERENCES
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether mlx-lm drafts for itself, which takes a draft model that it can load."""
+        """True if mlx-lm drafts by itself, which requires a draft model that it can load."""
         return self.is_reference and self.num_draft_tokens > 0
 
     def sampling(self, given: Sampling) -> Sampling:
-        """With this variant's own acceptance rule; raises UsageError if they contradict."""
+        """Return the sampling with this variant's acceptance rule; raise UsageError on a
+        conflict.
+        """
         mine: dict[str, Any] = {"acceptance": self.acceptance, "saguaro": self.saguaro}
         changes = {name: value for name, value in mine.items() if value is not None}
         changed = msgspec.structs.replace(given, **changes)
@@ -59,7 +61,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         return changed
 
     def request(self, template: Generate) -> Generate:
-        """The template, decoded in this way."""
+        """Return the request of the template in this variant."""
         return msgspec.structs.replace(
             template,
             sampling=self.sampling(template.sampling),
@@ -80,7 +82,7 @@ _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def parse(text: str) -> Variant:
-    """One variant; raises UsageError naming what is not understood."""
+    """Parse one variant; raise UsageError naming the part that is not understood."""
     mode, *knobs = text.strip().split(":")
     if mode not in NAMES:
         raise UsageError(f"unknown mode {mode!r}; known: {', '.join(NAMES)}")
@@ -119,7 +121,7 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
 
 
 def parse_all(text: str) -> tuple[Variant, ...]:
-    """Variants separated by commas, each once."""
+    """Parse variants separated by commas, and remove duplicates."""
     variants = tuple(parse(part) for part in text.split(","))
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
@@ -128,7 +130,7 @@ def parse_all(text: str) -> tuple[Variant, ...]:
 
 
 def require_draft_model(variants: tuple[Variant, ...], backend: str) -> None:
-    """Raise UsageError if mlx-lm is to draft with what it cannot load: it would decode plainly."""
+    """Raise UsageError if mlx-lm cannot load the draft model: it would decode plainly."""
     for variant in variants:
         if variant.has_draft_model and backend != "mlx":
             raise UsageError(
@@ -138,5 +140,5 @@ def require_draft_model(variants: tuple[Variant, ...], backend: str) -> None:
 
 
 def default_modes(backend: str) -> str:
-    """All modes that a drafter of this backend can be compared in."""
+    """Return all modes that a drafter of this backend can be compared in."""
     return ",".join(name for name in NAMES if backend == "mlx" or not REFERENCES.get(name))

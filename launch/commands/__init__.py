@@ -1,1 +1,1 @@
-"""One file per verb of `ssd`: its flags and its help."""
+"""One file per command of `ssd`: its flags and its help."""

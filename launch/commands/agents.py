@@ -25,11 +25,11 @@ from protocol.errors import UsageError
 
 _PROBE_S = 2.0
 _NO_KEY = "none"
-"""Sent where the server wants no key: clients insist on one."""
+"""Key sent to a server without one: clients require a key."""
 
 
 class AgentServer(NamedTuple):
-    """Where a gateway answers."""
+    """Address of a gateway."""
 
     url: str
     key: str
@@ -52,7 +52,7 @@ def _claude_environment(server: AgentServer) -> dict[str, str]:
         "ANTHROPIC_MODEL": server.model,
         **{f"ANTHROPIC_DEFAULT_{role}_MODEL": server.model for role in roles},
         "ANTHROPIC_SMALL_FAST_MODEL": server.model,
-        # A long prompt may take minutes, and nothing else needs to be reached.
+        # A long prompt may take minutes, and no other address is needed.
         "API_TIMEOUT_MS": "3600000",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
@@ -116,7 +116,7 @@ program runs. Arguments after -- go to the program.
 
 
 def _run(agent: Agent, program: str, server: AgentServer, arguments: Sequence[str]) -> int:
-    """Run the program to its end; Ctrl-C is for it to handle. Returns its exit code."""
+    """Run the program to its end and return its exit code; it handles Ctrl-C itself."""
     command = [program, *agent.arguments(server), *arguments]
     environment = extend_environment(agent.environment(server))
     before = signal.signal(signal.SIGINT, _leave_to_the_program)
@@ -127,13 +127,13 @@ def _run(agent: Agent, program: str, server: AgentServer, arguments: Sequence[st
 
 
 def _leave_to_the_program(number: int, frame: FrameType | None) -> None:
-    """Unlike an ignored signal, one with a handler has its usual effect in a new program."""
+    """Ignore a signal; unlike SIG_IGN, a handler is not inherited by the new program."""
     del number, frame
 
 
 @contextlib.contextmanager
 def _serve(settings: StackSettings) -> Iterator[AgentServer]:
-    """The server that is running, or one that ends with the context."""
+    """Yield the running server, or one that ends with the context."""
     if server := _find_server(settings):
         console.stderr().print(f"using the server at {server.url}", markup=False)
         yield server
@@ -152,12 +152,12 @@ def _serve(settings: StackSettings) -> Iterator[AgentServer]:
 
 
 def _find_server(settings: StackSettings) -> AgentServer | None:
-    """The server that is running where the settings say, if there is one."""
+    """Return the running server at the configured address, if there is one."""
     return _probe(_url(settings), settings.api_key)
 
 
 def _describe(settings: StackSettings) -> AgentServer:
-    """The server as it will be."""
+    """Describe the server that the settings would start."""
     return AgentServer(_url(settings), settings.api_key or _NO_KEY, "default")
 
 
@@ -167,10 +167,10 @@ def _url(settings: StackSettings) -> str:
 
 
 def _probe(url: str, key: str) -> AgentServer | None:
-    """The server at an address; None if nothing of ours answers there.
+    """Return the server at an address; None if no server of ours answers there.
 
     Raises:
-        UsageError: it wants another key.
+        UsageError: it requires another key.
     """
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_PROBE_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -189,7 +189,7 @@ def _probe(url: str, key: str) -> AgentServer | None:
 
 
 def _print_environment(agent: Agent, server: AgentServer) -> None:
-    """As a shell reads it; a program that takes arguments too gets a line of its own."""
+    """Print the environment in shell syntax; a program with arguments gets a separate line."""
     for name, value in agent.environment(server).items():
         click.echo(f"export {name}={shlex.quote(value)}")
     if words := agent.arguments(server):

@@ -1,4 +1,4 @@
-"""`ssd bench`: what the modes gain here, side by side."""
+"""`ssd bench`: compares the modes on this machine."""
 
 import contextlib
 import sys
@@ -98,7 +98,7 @@ def command(**options: Any) -> None:  # fmt: skip
 
 
 def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
-    """Each converted model of the pair: what a call of its functions takes, and prompts."""
+    """Measure each converted model of the pair: its functions, and prompts."""
     models = [Path(folder) for folder in (pair.model, pair.draft_model) if folder]
     converted = [(folder, one) for folder in models if (one := find_converted(folder))]
     if not converted:
@@ -122,11 +122,11 @@ def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
 
 
 _PREFILL_S = 30.0
-"""After which no longer prompt is begun."""
+"""Time after which no longer prompt is started."""
 
 
 def _writer() -> Callable[[BenchFile, Path], None]:
-    """What writes the page; known to be there before anything is measured."""
+    """Return the writer of the page; fails before the measurements if it is missing."""
     try:
         from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
     except ModuleNotFoundError as error:
@@ -150,7 +150,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
             variant.sampling(sampling)
     prompts, source = _take_prompts(options)
     wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
-    # The KV of an earlier mode's run would make every later one's first token come sooner.
+    # With the KV of an earlier mode's run, every later one's first token would come sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
     pair = pair_of(settings)
@@ -161,7 +161,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
             console.stderr().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
     require_draft_model(variants, pair.backend)
     for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
-        pair_of(msgspec.structs.replace(settings, draft_model=name))  # known to be there
+        pair_of(msgspec.structs.replace(settings, draft_model=name))  # checked above
     return BenchConfig(
         settings=settings,
         pair=pair,
@@ -177,7 +177,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
 
 
 def _take_prompts(options: dict[str, Any]) -> tuple[list[Prompt], str]:
-    """The prompts, and where they come from."""
+    """Return the prompts, and their source."""
     file, texts, limit = options.pop("prompts"), options.pop("prompt"), options.pop("limit")
     if not texts:
         return chosen_prompts(file, limit), str(file or "our own eleven")
@@ -202,7 +202,7 @@ def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
 
 
 def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
-    """A bar of this many steps, in place of the one before."""
+    """Show a progress bar with this many steps, in place of the previous one."""
     for old in progress.task_ids:
         progress.remove_task(old)
     task = progress.add_task("", total=steps)

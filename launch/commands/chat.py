@@ -1,4 +1,4 @@
-"""`ssd chat`: talk with the model."""
+"""`ssd chat`: a chat with the model."""
 
 from typing import Any
 

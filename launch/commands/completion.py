@@ -1,4 +1,4 @@
-"""`ssd completion`: what a shell needs to complete our verbs and flags."""
+"""`ssd completion`: shell completion of commands and flags."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -8,7 +8,7 @@ from protocol.errors import UsageError
 
 _PROGRAM = "ssd"
 _VARIABLE = "_SSD_COMPLETE"
-"""How the shell's script asks; click answers it in `cli.main`."""
+"""Variable by which the shell's script asks; click answers it in `cli.main`."""
 
 
 @click.command("completion")

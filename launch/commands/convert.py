@@ -1,4 +1,4 @@
-"""`ssd convert`: a model as a CoreML package, compared with what it came from."""
+"""`ssd convert`: converts a model to a CoreML package and compares the two."""
 
 import contextlib
 import tempfile
@@ -42,7 +42,7 @@ MORE = (
     "tokens",
     "all_routes",
 )
-"""Settings of a conversion that have no flag: `protocol.jobs.convert.ConvertSettings`."""
+"""Settings of a conversion without a flag: `protocol.jobs.convert.ConvertSettings`."""
 
 
 @click.command("convert")
@@ -89,7 +89,7 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
 
 
 def _require_own(place: Path, folder: Path) -> None:
-    """Raise UsageError if `place` holds the conversion of another model than `folder`."""
+    """Raise UsageError if `place` holds the conversion of a model other than `folder`."""
     source = source_of(place)
     if source is not None and source != folder:
         raise UsageError(
@@ -111,7 +111,7 @@ def _run(values: dict[str, Any]) -> ConvertResult:
 
 
 def _follow(worker: JsonWorker, bar: Progress) -> ConvertResult:
-    """Draw all events; raises what the process died of."""
+    """Display all events; raise the error that the process died of."""
     task = bar.add_task("reading", total=1.0)
     said = ""
     for event in worker.events(ConvertEvent):

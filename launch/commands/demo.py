@@ -1,4 +1,4 @@
-"""`ssd demo`: what speculation gains here, in a minute."""
+"""`ssd demo`: the gain of speculation, shown in a minute."""
 
 import contextlib
 from typing import Any
@@ -30,7 +30,7 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
     first if needed.
     """
     if stack["prompt_cache_size"] is None:
-        stack["prompt_cache_size"] = 0  # each prompt comes twice
+        stack["prompt_cache_size"] = 0  # each prompt is decoded twice
     settings = settings_of(**stack)
     if not settings.model:
         with console.bytes_bar() as progress:
@@ -46,7 +46,7 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
 
 
 def _one_of_each_kind() -> list[Prompt]:
-    """The first of our own prompts in each category."""
+    """Return the first of our prompts in each category."""
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(own_prompts()):
         first.setdefault(prompt.category, prompt)

@@ -40,7 +40,7 @@ MORE = (
     ),
     *("warmup", "weight_decay", "clip", "session_minutes"),
 )
-"""Settings of a run that have no flag: `protocol.settings.DistillSettings` describes them."""
+"""Settings of a run without a flag: see `protocol.settings.DistillSettings`."""
 
 
 @click.command("distill")
@@ -87,7 +87,7 @@ def command(**options: Any) -> None:
 
 
 def _settings_of(options: dict[str, Any], target: Path) -> dict[str, Any]:
-    """The values of `DistillSettings` that the command line gives."""
+    """Return the values of `DistillSettings` that the command line sets."""
     evaluate, out = options.pop("evaluate"), options.pop("out")
     if (evaluate is None) == (out is None):
         raise UsageError("give either --out, to train, or --evaluate, to judge a drafter")
@@ -117,7 +117,7 @@ def _form(tokenizer: TargetTokenizer) -> dict[str, Any]:
 
 
 def _run(values: dict[str, Any]) -> DistillFinished:
-    """Start the process, draw what it says, and let it save when the user interrupts."""
+    """Run the process, display its events, and let it save when the user interrupts."""
     with contextlib.closing(Lifeline()) as lifeline:
         settings = settings_from_flags(
             {**values, "lifeline": lifeline.child_end}, DistillSettings, MORE
@@ -150,7 +150,7 @@ def _bar() -> Progress:
 
 
 def _follow(worker: JsonWorker, bar: Progress) -> DistillFinished:
-    """Draw all events; raises what the process died of."""
+    """Display all events; raise the error that the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}
     silent_until = 0.0
     for event in worker.events(DistillEvent):
@@ -164,7 +164,7 @@ def _follow(worker: JsonWorker, bar: Progress) -> DistillFinished:
                 details = _details(event)
                 bar.update(tasks[event.phase], completed=event.done, details=details)
                 if not bar.console.is_terminal and time.monotonic() > silent_until:
-                    # A log has no bar: a line now and then.
+                    # A log has no bar: print a line from time to time.
                     bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
                     silent_until = time.monotonic() + _LINE_EVERY_S
             case DistillFinished():
@@ -189,12 +189,13 @@ def _minutes(seconds: float) -> str:
 
 
 _USELESS, _POOR = 0.2, 0.4
-"""Agreement below which drafting costs more than it brings, and below which it rarely pays: of
-four draft tokens .25 and .65 stand on average."""
+"""Agreement below which drafting costs more than it gains, and below which it rarely pays: of
+four draft tokens .25 and .65 are accepted on average.
+"""
 
 
 def judge_drafter(agreement: float) -> str:
-    """What a reader must know of a drafter that agrees this rarely; empty if it may pay."""
+    """Return a warning for a drafter that agrees this rarely; empty if it may pay."""
     if agreement < _USELESS:
         return (
             f"USELESS: {agreement:.0%} of its tokens are the target's, so drafts would only cost "

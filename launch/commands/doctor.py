@@ -1,4 +1,4 @@
-"""`ssd doctor`: is this machine fit, and for what?"""
+"""`ssd doctor`: checks whether this machine is suitable."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""`ssd draft-server`: one of our drafters for another program, or for another machine."""
+"""`ssd draft-server`: a drafter for another program, or for another machine."""
 
 import os
 import sys
@@ -80,13 +80,13 @@ def command(
         threads=compute_threads(),
         prefill_step_size=prefill_step_size,
     )
-    # In our place: the host's pipes, signals and waits then concern the server itself.
+    # Replace this process: the host's pipes, signals and waits then concern the server itself.
     command = [*module_command("services.drafter.server.main"), encode_settings(settings)]
-    os.execv(sys.executable, command)  # noqa: S606  # no shell is wanted
+    os.execv(sys.executable, command)  # noqa: S606  # no shell is needed
 
 
 def _check_way(*, stdio: bool, lines: bool, listen: str, trust: tuple[str, ...]) -> None:
-    """Raise UsageError unless it is clear whom to serve, and how."""
+    """Raise UsageError unless the flags specify whom to serve, and how."""
     if stdio == bool(listen):
         raise UsageError("a draft server needs either --stdio or --listen")
     if listen and lines:

@@ -1,4 +1,4 @@
-"""`ssd generate`: answers on a stack that runs, or on a private one."""
+"""`ssd generate`: answers from a running stack, or from a private one."""
 
 from functools import partial
 from itertools import pairwise
@@ -24,10 +24,10 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
 
 
 class _Generate(Command):
-    """Says what to do instead of those flags of `mlx_lm.generate` that are not here."""
+    """Suggests alternatives for flags of `mlx_lm.generate` that do not exist here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises UsageError for such a flag."""
+        """Parse the arguments; raise UsageError for such a flag."""
         args = _drop_verbose_value(args)
         for flag in (argument.partition("=")[0] for argument in args):
             if flag in _NOT_HERE:
@@ -36,7 +36,7 @@ class _Generate(Command):
 
 
 def _drop_verbose_value(args: list[str]) -> list[str]:
-    """Read `--verbose True` and `--verbose False` as mlx_lm.generate does; here it has no value."""
+    """Drop the value of `--verbose True` and `--verbose False`, which only mlx_lm.generate has."""
     for at, pair in enumerate(pairwise(args)):
         if pair[0] == "--verbose" and pair[1] in ("True", "T", "False", "F"):
             kept = ["--verbose"] if pair[1].startswith("T") else []
@@ -146,7 +146,7 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Pr
 def _answer_options(
     options: dict[str, Any], *, details: bool
 ) -> tuple[SamplingChoice, generate.Options]:
-    """Take the options of the answer out of `options`; what is left configures the stack."""
+    """Take the options of the answer out of `options`; the rest configures the stack."""
     choice = take_sampling_choice(options)
     choice.check()
     variables = options.pop("chat_template_config")

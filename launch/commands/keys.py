@@ -1,4 +1,4 @@
-"""`ssd keys`: who we are, and whom we trust, for drafters on other machines."""
+"""`ssd keys`: our keys and the trusted ones, for drafters on other machines."""
 
 import json
 

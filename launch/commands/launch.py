@@ -29,9 +29,9 @@ def command(name: str, **options: Any) -> None:
 
 
 def run(settings: StackSettings, name: str) -> None:
-    """Keep the stack that these settings describe running until it is interrupted.
+    """Keep the stack with these settings running until it is interrupted.
 
-    SIGTERM is the ordinary end, as service managers want it.
+    SIGTERM is the regular end, as service managers expect.
     """
     with contextlib.suppress(Terminated):
         _run(settings, name)
@@ -57,7 +57,7 @@ def _run(settings: StackSettings, name: str) -> None:
 
 
 def print_requests(run_dir: RunDir) -> Callable[[], None]:
-    """What prints a line for each HTTP request that has ended since the last call."""
+    """Return a function that prints a line for each HTTP request ended since its last call."""
     log = LogFile(run_dir.log("gateway"))
 
     def print_new() -> None:

@@ -1,4 +1,4 @@
-"""`ssd load`: what several requests at once bring."""
+"""`ssd load`: throughput with concurrent requests."""
 
 import contextlib
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def command(context: click.Context, /, **options: Any) -> None:
 
 
 def _refuse_others(context: click.Context) -> None:
-    """What stack and sampling are is the server's business: flags for them would do nothing."""
+    """Reject flags for the stack and for sampling, which the server determines."""
     for name in context.params.keys() - _WITH_URL:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --url; leave it out")
@@ -116,7 +116,7 @@ def _of_stack(
 ) -> list[load.Load]:  # fmt: skip
     sampling = take_sampling(options)
     if options["prompt_cache_size"] is None:
-        options["prompt_cache_size"] = 0  # every prompt comes again for each row of the table
+        options["prompt_cache_size"] = 0  # every prompt is repeated for each row of the table
     if options["decode_concurrency"] is None:
         options["decode_concurrency"] = max(streams)
     settings = settings_of(**options)
@@ -141,7 +141,7 @@ def _of_stack(
             ask[load.MLX_LM] = partial(
                 load.load_mlx_lm, reference, prompts, max_tokens=max_tokens, stop_ids=stop_ids
             )
-        # In turn, so that a machine that is slower for a while is slower for all of them.
+        # Interleaved, so that a slow phase of the machine affects all of them.
         found = [(mode, ask[mode](streams=number)) for number in streams for mode in ask]
     return [one for mode in ask for name, one in found if name == mode]
 

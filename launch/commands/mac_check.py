@@ -1,4 +1,4 @@
-"""`ssd mac-check`: everything that only a Mac can show, measured and written to one file."""
+"""`ssd mac-check`: the measurements that need a Mac, written to one file."""
 
 import contextlib
 import datetime
@@ -33,7 +33,7 @@ from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
 _UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
 _PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
 _NUM_DRAFT_TOKENS, _BRANCHES = 4, 8
-"""Fixed, so that something is drafted even where the planner would rather not."""
+"""Fixed, so that drafts occur even where the planner would avoid them."""
 
 _ONLY_ON_A_MAC = (
     "speed and placement on the Neural Engine, the GPU and the CPU under CoreML",
@@ -46,7 +46,7 @@ _SAME_MODEL = (
     "`ssd convert --model {}` and this again"
 )
 _PREFILL_LOOPS = 12
-"""Prompts of all lengths take this many times as long as a loop, at most."""
+"""Prompts of all lengths take at most this many times as long as a loop."""
 
 
 @click.command("mac-check")
@@ -95,7 +95,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     console.stderr().print("measuring: kernels for few rows")
     kernels = ask_kernel_report(str(target), "auto", survey.device, passes=True)
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
-    # A target of any size drafts for itself on a device alone.
+    # A target of any size drafts for itself only on a device.
     drafter = (own if _on_mac() else None) or folder
     settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
     answers: list[MeasuredAnswer] = []
@@ -103,7 +103,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     try:
         for answer in _answers(settings, options["max_tokens"]):
             answers.append(answer)
-    except SsdError as error:  # what was measured before is worth its file
+    except SsdError as error:  # earlier measurements are worth a file
         failed = str(error)
     return MacReport(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -140,7 +140,7 @@ def _machine() -> dict[str, str]:
 
 
 def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Injection; functions by compute unit, the device beside the reference; prompts; a long run.
+    """Choose probes: injection; functions by compute unit; prompts; a long run.
 
     `own` is the target's own conversion, if there is one.
     """
@@ -179,7 +179,9 @@ def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[ProbeR
 
 
 def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[ProbeResult]]:
-    """Drafting on the Neural Engine and decoding on the GPU: each alone, then both at once."""
+    """Measure drafting on the Neural Engine and decoding on the GPU: each alone, then both at
+    once.
+    """
     told: dict[str, Any] = {"model": common["model"], "seconds": seconds}
     units = "cpu_and_ne" if _on_mac() else "reference"
     loops = (
@@ -196,7 +198,7 @@ def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, l
 
 
 def _answers(settings: StackSettings, max_tokens: int) -> Iterator[MeasuredAnswer]:
-    """Plain and speculative, at a temperature, on the stack that would be used."""
+    """Decode plainly and speculatively, at a temperature, on the stack that would be used."""
     console.stderr().print(f"measuring: answers at temperature {TEMPERATURE}")
     sampling = Sampling(temperature=TEMPERATURE, seed=1)
     plain: list[int] = []

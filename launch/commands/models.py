@@ -1,4 +1,4 @@
-"""`ssd models`: models on this machine, and pairs worth having."""
+"""`ssd models`: models on this machine, and recommended pairs."""
 
 import shutil
 import sys
@@ -183,7 +183,7 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
 
 
 def _computing_cores() -> int:
-    """Cores that compute where there is no GPU; 0 with one."""
+    """Return the number of computing cores on a machine without a GPU; 0 with one."""
     has_gpu = sys.platform == "darwin" or shutil.which("nvidia-smi") is not None
     return 0 if has_gpu else compute_threads()
 
@@ -257,7 +257,7 @@ def _table(*columns: str) -> Table:
     for column in columns:
         right = column.startswith(">")
         name = column.removeprefix(">")
-        # Names are there to be copied: never cut.
+        # Names are for copying: never truncate them.
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table
 

@@ -33,7 +33,7 @@ def command(name: str, **options: Any) -> None:
     """
     settings = settings_of(**options, http=True)
     if settings.models:
-        with contextlib.suppress(Terminated):  # SIGTERM is the ordinary end
+        with contextlib.suppress(Terminated):  # SIGTERM is the regular end
             _serve_many(settings, name)
     else:
         launch.run(settings, name)
@@ -41,7 +41,7 @@ def command(name: str, **options: Any) -> None:
 
 def _serve_many(settings: StackSettings, name: str) -> None:
     """Keep a server of several models running until it is interrupted."""
-    from launch.serving.model_server import ModelServer  # noqa: PLC0415  # one model needs none
+    from launch.serving.model_server import ModelServer  # noqa: PLC0415  # not for one model
     from launch.serving.models_file import read_models  # noqa: PLC0415
 
     models = read_models(Path(settings.models).expanduser(), settings)

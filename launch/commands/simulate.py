@@ -1,4 +1,4 @@
-"""`ssd simulate`: what a device that you do not have would gain."""
+"""`ssd simulate`: the gain on a device that you do not have."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MORE = tuple(
     for name in kind.__struct_fields__
     if name not in {"t_verify", "t_draft", "alpha", "seed", "branches", "device", "acceptance"}
 )
-"""What else describes a device, a pair and an answer: `orchestrator/simulation/scenario.py`."""
+"""Further settings of a device, a pair and an answer: `orchestrator/simulation/scenario.py`."""
 
 
 @click.command("simulate", cls=Command)

@@ -1,4 +1,4 @@
-"""`ssd swap-drafter`: another drafter for a running stack."""
+"""`ssd swap-drafter`: replaces the drafter of a running stack."""
 
 from typing import Protocol, get_args
 

@@ -1,4 +1,4 @@
-"""`ssd top`: a running stack, live."""
+"""`ssd top`: a live view of a running stack."""
 
 import contextlib
 from collections import deque
@@ -14,7 +14,7 @@ from launch.terminal.dashboard import draw
 from launch.terminal.keypress import Keys
 
 _REMEMBERED = 40
-"""Speeds that the line of bars shows."""
+"""Number of speeds in the line of bars."""
 
 
 @click.command("top")

@@ -1,1 +1,1 @@
-"""Which models a stack runs, which are here, and which are worth having."""
+"""Models: resolution, local catalog, and recommendations."""

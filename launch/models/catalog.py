@@ -1,4 +1,4 @@
-"""Models in the caches of this machine, and which of them fit each other as a pair."""
+"""Models in the caches of this machine, and the pairs they form."""
 
 import re
 import shutil
@@ -25,38 +25,40 @@ from protocol.errors import ModelError, UsageError
 from protocol.jobs.gguf import GGUFDescription
 
 Source = Literal["ssd", "hub", "folder", "lmstudio", "ollama"]
-"""Our own cache, the Hugging Face cache, a folder that was named, or another program's files."""
+"""Origin of a model: our cache, the Hugging Face cache, a named folder, or another program's
+files.
+"""
 
 _HEAD_FILE = "draft_head.json"
 _NEEDED = ("config.json", "tokenizer.json")
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model folder: what its files say."""
+    """A model folder, described from its files."""
 
     name: str
-    """As --model and --draft-model take it."""
+    """Name for --model and --draft-model."""
     folder: str
-    """Or the GGUF file."""
+    """Its folder, or the GGUF file."""
     source: Source
     disk_bytes: int
     architecture: str = ""
     parameters: int = 0
     quantization: str = ""
-    """Bits and group size, of GGUF its type; empty for weights that are not quantised."""
+    """Bits and group size, or the GGUF type; empty if not quantised."""
     context_length: int = 0
-    """Tokens it can attend to; 0 if it does not say."""
+    """Tokens it can attend to; 0 if not specified."""
     weight_bytes: int = 0
-    """As stored."""
+    """Size on disk."""
     kv_bytes_per_token: int = 0
-    """With 2 bytes per number."""
+    """KV size with 2 bytes per number."""
     vocabulary: str = ""
     """Fingerprint of its token -> id map."""
     vocabulary_size: int = 0
     only_drafts: bool = False
-    """Its head knows only the frequent tokens."""
+    """True if its head contains only frequent tokens."""
     problem: str = ""
-    """Why it cannot be used, if so."""
+    """Reason why it cannot be used, if any."""
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -65,22 +67,22 @@ class Fit(msgspec.Struct, frozen=True):
     model: str
     draft_model: str
     ratio: float
-    """Parameters of the drafter over those of the target: what a draft token costs, roughly."""
+    """Parameters of the drafter relative to the target: roughly the cost of a draft token."""
 
 
 def list_models() -> list[Model]:
-    """All models in the caches, those of ours first, and those of LM Studio and Ollama."""
+    """Return all models in the caches, ours first, and those of LM Studio and Ollama."""
     return [*_list_own(), *_list_hub(), *_list_ggufs()]
 
 
 def read(reference: str) -> Model:
-    """One model: a folder, `default`, a GGUF file, or a name that is in a cache.
+    """Read one model: a folder, `default`, a GGUF file, or a name in a cache.
 
     Nothing is downloaded; a GGUF file is converted if it has not been.
 
     Raises:
         UsageError: it is not on this machine.
-        ModelError: its files are missing or not what they should be.
+        ModelError: its files are missing or invalid.
     """
     is_default = reference == DEFAULT
     folder = require_default(default_target()) if is_default else Path(reference).expanduser()
@@ -104,11 +106,11 @@ def read(reference: str) -> Model:
 
 
 def add_folder(folder: Path, name: str) -> None:
-    """Give a model folder a name for --model; the folder stays where it is.
+    """Give a model folder a name for --model; the folder is not moved.
 
     Raises:
         UsageError: the name cannot be used, or is taken.
-        ModelError: the folder holds no model.
+        ModelError: the folder does not contain a model.
     """
     if not re.fullmatch(r"\w[\w.-]*", name) or name == DEFAULT:
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, . - and _")
@@ -128,10 +130,10 @@ def add_folder(folder: Path, name: str) -> None:
 def remove(name: str) -> Path:
     """Remove a model from our cache, or only its name if its folder is elsewhere.
 
-    A converted GGUF file goes with its last name; the file itself stays.
+    A converted GGUF file is removed with its last name; the file itself is kept.
 
     Returns:
-        What was removed.
+        The removed path.
 
     Raises:
         UsageError: there is no such model in our cache.
@@ -158,7 +160,7 @@ def remove(name: str) -> Path:
 
 
 def pairs(models: Iterable[Model]) -> list[Fit]:
-    """Which can draft for which: the same tokens, and at most half the parameters."""
+    """Return pairs with the same vocabulary, and at most half the parameters in the drafter."""
     usable = [model for model in models if not model.problem]
     fits = [
         Fit(target.name, drafter.name, drafter.parameters / target.parameters)
@@ -209,7 +211,7 @@ def _list_ggufs() -> Iterator[Model]:
 
 
 def _describe(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:
-    """Read the small files and the heads of the large ones; what is wrong becomes `problem`."""
+    """Read the small files and the headers of the large ones; errors become `problem`."""
     bare = Model(name=name, folder=str(folder), source=source, disk_bytes=disk_bytes)
     if missing := [file for file in _NEEDED if not (folder / file).is_file()]:
         problem = f"the model folder {str(folder)!r} has no {missing[0]}"

@@ -1,4 +1,4 @@
-"""Where the CoreML form of a model is: the folder that was named, or one beside it."""
+"""CoreML conversions of models: in the named folder, or in one next to it."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from protocol.errors import ModelError
 
 _MANIFEST = "coreml.json"
-"""As `services/coreml/manifest.py` writes it."""
+"""Written by `services/coreml/manifest.py`."""
 
 
 _FACTS = (
@@ -15,21 +15,21 @@ _FACTS = (
     "parity",
 )  # fmt: skip
 _HALF = 2
-"""Bytes of a number of the state."""
+"""Bytes per number of the state."""
 
 
 def beside(folder: Path) -> Path:
-    """Where `ssd convert` puts the converted form of a model by default."""
+    """Return the default folder for the converted form of a model."""
     return folder.with_name(f"{folder.name}-coreml")
 
 
 def find_converted(folder: Path) -> Path | None:
-    """The converted form of a model, if there is one: itself, or the folder beside it."""
+    """Return the converted form of a model, if there is one: itself, or the folder next to it."""
     return next((one for one in (folder, beside(folder)) if (one / _MANIFEST).is_file()), None)
 
 
 def source_of(folder: Path) -> Path | None:
-    """The model that a conversion was made from; None where there is no conversion.
+    """Return the model that a conversion was made from; None if it is not a conversion.
 
     Raises:
         ModelError: its manifest cannot be read.
@@ -43,7 +43,7 @@ def source_of(folder: Path) -> Path | None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What the manifest of a converted model says, as far as people compare models by it.
+    """Return the parts of a conversion's manifest that are relevant to users.
 
     Raises:
         ModelError: it cannot be read.
@@ -56,17 +56,17 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 class Conversion(NamedTuple):
-    """A converted model, as far as people want to know of it at a glance."""
+    """A summary of a converted model."""
 
     text: str
     weight_bytes: int
-    """Of all its files."""
+    """Size of all its files."""
     state_bytes: int
-    """Of one sequence; does not grow."""
+    """Size of one sequence; does not grow."""
 
 
 def conversion_in(folder: Path) -> Conversion:
-    """What is in a converted folder.
+    """Describe a converted folder.
 
     Raises:
         ModelError: its manifest cannot be read.
@@ -90,12 +90,12 @@ def conversion_in(folder: Path) -> Conversion:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether this folder itself is a converted model."""
+    """Return True if this folder itself is a converted model."""
     return find_converted(folder) == folder
 
 
 def require_converted(folder: Path) -> Path:
-    """The converted form of a model; raises ModelError if there is none."""
+    """Return the converted form of a model; raise ModelError if there is none."""
     found = find_converted(folder)
     if found is None:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The default pair: a small target that is fetched once, and the drafter that comes with us."""
+"""The default pair: a small target that is downloaded once, and the drafter shipped with ssd."""
 
 import importlib.resources
 from pathlib import Path
@@ -10,37 +10,37 @@ from launch.settings.paths import cache_dir
 from protocol.errors import ModelError
 
 DEFAULT = "default"
-"""What --model and --draft-model call its two models."""
+"""Name of its two models for --model and --draft-model."""
 TARGET_NAME = "smollm2-135m-instruct"
 DRAFT_NAME = "smollm2-135m-draft"
 
 
 def default_target() -> Path:
-    """Folder of the default pair's target."""
+    """Return the folder of the default pair's target."""
     return cache_dir() / "models" / TARGET_NAME
 
 
 def default_drafter() -> Path:
-    """Folder of the default pair's drafter."""
+    """Return the folder of the default pair's drafter."""
     return cache_dir() / "models" / DRAFT_NAME
 
 
 def require_default(folder: Path) -> Path:
-    """The folder, if the default pair is there; raises ModelError if it has not been set up."""
+    """Return the folder; raise ModelError if the default pair has not been set up."""
     if not (folder / "model.safetensors").is_file():
         raise ModelError("the default pair is not set up yet; run `ssd models add default` once")
     return folder
 
 
 def drafter_weights() -> Path:
-    """The default drafter's weights, as they come with this project (without embeddings)."""
+    """Return the default drafter's weights, as shipped with this project (without embeddings)."""
     return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
 
 
 def add_default(report: Report) -> None:
-    """Set up the default pair: fetch the target, convert it, assemble the drafter.
+    """Set up the default pair: download the target, convert it, assemble the drafter.
 
-    What is there already is kept; an interrupted run leaves nothing half-written.
+    Existing files are kept; an interrupted run leaves nothing half-written.
 
     Raises:
         UsageError: MLX is not installed.

@@ -1,4 +1,4 @@
-"""GGUF files on this machine: those that are named, and those of LM Studio and Ollama."""
+"""GGUF files on this machine: named ones, and those of LM Studio and Ollama."""
 
 import hashlib
 import json
@@ -21,23 +21,23 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 _DEFAULT_NAMESPACE, _DEFAULT_TAG = "library", "latest"
 
 _FORMAT = 1
-"""Of converted folders; raise it when the same file gives another one."""
+"""Version of converted folders; increase it when the conversion changes."""
 _HEAD, _SAMPLE, _SAMPLES = 16 << 20, 64 << 10, 256
-"""Bytes of a file that its name in the cache depends on: its head, and samples of the rest."""
+"""Bytes of a file that determine its name in the cache: its head, and samples of the rest."""
 _CONVERTED_SIZE = 2.0
-"""Of a folder, at most, in sizes of its file: types that are not exact take eight bits."""
+"""Largest size of a converted folder relative to its file: inexact types take eight bits."""
 
 
 class Found(NamedTuple):
     """A GGUF file of another program."""
 
     name: str
-    """As --model takes it."""
+    """Name for --model."""
     path: Path
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell if a file claims to be GGUF, by its name or its first bytes."""
+    """Return True if a file is GGUF by its name or its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -45,10 +45,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def convert_once(source: Path) -> Path:
-    """The mlx-lm folder of a GGUF file, converted the first time that it is asked for.
+    """Return the mlx-lm folder of a GGUF file, which is converted on first use.
 
     Raises:
-        ModelError: the file is damaged or of a kind that cannot be converted, or the disk is full.
+        ModelError: the file is damaged or of a kind that cannot be converted, or the disk is
+            full.
     """
     folder = conversions_dir() / _fingerprint(source)
     if not (folder / "model.safetensors").is_file():
@@ -110,7 +111,7 @@ def describe_inexact(one: InexactWeights) -> str:
 
 
 def conversions_dir() -> Path:
-    """Where converted files are kept, by their content."""
+    """Return the folder of converted files, which are named by their content."""
     return cache_dir() / "gguf"
 
 
@@ -145,7 +146,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def find_named(reference: str) -> Path | None:
-    """The file of a name of `list_ggufs`; None if it is not such a name.
+    """Return the file for a name of `list_ggufs`; None if there is no such name.
 
     Raises:
         UsageError: that program has no such model.
@@ -160,7 +161,7 @@ def find_named(reference: str) -> Path | None:
 
 
 def list_ggufs() -> list[Found]:
-    """The GGUF files of LM Studio and Ollama, where they lie."""
+    """Return the GGUF files of LM Studio and Ollama, in their place."""
     return [*_lm_studio(), *_ollama()]
 
 
@@ -168,7 +169,7 @@ def _lm_studio() -> Iterator[Found]:
     home = Path.home()
     for base in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
         for path in sorted(base.glob("*/*/*.gguf")):
-            # Projectors of pictures are no models of their own.
+            # Image projectors are not models.
             if not path.name.startswith("mmproj"):
                 yield Found(f"{LM_STUDIO}{path.relative_to(base)}", path)
 
@@ -185,7 +186,7 @@ def _ollama() -> Iterator[Found]:
 
 
 def _blob_of(manifest: Path, base: Path) -> Path | None:
-    """The file of a manifest's model; None if it has none, or is no manifest."""
+    """Return the file of a manifest's model; None if it has none, or is not a manifest."""
     try:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         digest = next(one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER)
@@ -196,7 +197,9 @@ def _blob_of(manifest: Path, base: Path) -> Path | None:
 
 
 def _fingerprint(source: Path) -> str:
-    """A hash of the file's size, its head and samples of the rest: as good as its content."""
+    """Return a hash of the file's size, its head and samples of the rest: it identifies the
+    content.
+    """
     size = source.stat().st_size
     digest = hashlib.sha256(f"{_FORMAT} {size} ".encode())
     with source.open("rb") as file:

@@ -1,4 +1,4 @@
-"""From the name of a model to its folder: here already, or fetched from the hub."""
+"""Resolves a model's name to its folder: local, or downloaded from the hub."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-"""Files of a hub model that are fetched."""
+"""Files of a hub model to download."""
 _LONGEST = 200
 
 
 def resolve(reference: str) -> Path:
-    """The folder of a model: a folder, a GGUF file, a name in a cache, or a hub name.
+    """Return the folder of a model: a folder, a GGUF file, a name in a cache, or a hub name.
 
     A GGUF file is converted, and a hub model (`owner/name`) downloaded, if needed.
     """
@@ -37,13 +37,13 @@ def resolve(reference: str) -> Path:
 
 
 def download(name: str) -> Path:
-    """The folder of the hub model `owner/name`; the library shows its own progress.
+    """Download the hub model `owner/name` and return its folder; the library shows progress.
 
-    What is in the cache already is not fetched again.
+    Cached files are not downloaded again.
 
     Raises:
-        UsageError: the name is not one that a model on the hub can have.
-        ModelError: there is no such model, or access to it is refused.
+        UsageError: the name is not a valid hub name.
+        ModelError: there is no such model, or access to it is denied.
         RuntimeFailure: the hub cannot be reached, or the download broke off.
     """
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -64,7 +64,7 @@ def download(name: str) -> Path:
         raise ModelError(
             f"the hub has no model {name!r}, or it is private; a private one needs HF_TOKEN"
         ) from error
-    # Which library carries the bytes, and so what it raises, changes with its version.
+    # The underlying library, and so its exceptions, change with its version.
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
             raise RuntimeFailure(

@@ -1,4 +1,4 @@
-"""Which models a stack runs: a target, and what drafts for it."""
+"""The models of a stack: a target, and its drafter."""
 
 import shlex
 import shutil
@@ -21,7 +21,7 @@ from protocol.settings import BACKENDS, BackendName
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and what drafts for it, as folders."""
+    """A target and its drafter, as folders."""
 
     model: str
     draft_model: str
@@ -30,7 +30,7 @@ class Pair:
     command: tuple[str, ...] = ()
     """The program that drafts, for the stdio backend."""
     lines: bool = False
-    """Whether it speaks the line protocol."""
+    """True if it speaks the line protocol."""
     server: RemoteServer | None = None
     """The draft server, for the remote backend."""
     adapter: str = ""
@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def drafts_with(self) -> str:
-        """The model, the program or the server that drafts, for people."""
+        """The drafting model, program or server, for users."""
         return (
             self.draft_model
             or shlex.join(self.command)
@@ -59,7 +59,7 @@ class Pair:
         lines: bool = False,
         server: RemoteServer | None = None,
     ) -> "Pair":
-        """The same target with another drafter; raises UsageError or ModelError."""
+        """Return the same target with another drafter; raise UsageError or ModelError."""
         names: dict[str, BackendName] = {"none": "ngram", **{known: known for known in BACKENDS}}
         name = names.get(backend)
         if name is None:
@@ -91,11 +91,11 @@ class Pair:
 
 
 def pair_of(settings: StackSettings) -> Pair:
-    """The pair that these settings name; hub models are downloaded.
+    """Return the pair that these settings name; hub models are downloaded.
 
     Raises:
-        ModelError: a model is not there.
-        UsageError: the backend and the models do not go together, or MLX is not installed.
+        ModelError: a model does not exist.
+        UsageError: the backend and the models do not match, or MLX is not installed.
     """
     require_mlx()
     target = resolve(settings.model) if settings.model else require_default(default_target())
@@ -114,11 +114,11 @@ def pair_of(settings: StackSettings) -> Pair:
 
 
 def adapter_folder(settings: StackSettings) -> str:
-    """The folder of the target's adapter; empty without one.
+    """Return the folder of the target's adapter; empty without one.
 
     Raises:
-        ModelError: it holds no adapter.
-        UsageError: the way in which the target runs takes none.
+        ModelError: it does not contain an adapter.
+        UsageError: the target's configuration does not support adapters.
     """
     if not settings.adapter_path:
         return ""
@@ -132,10 +132,10 @@ def adapter_folder(settings: StackSettings) -> str:
 
 
 def drafter_folder(backend: BackendName, model: str) -> str:
-    """The folder of the model that one of our own backends drafts with; empty without one.
+    """Return the folder of the model for one of our backends; empty without one.
 
     Raises:
-        ModelError: the model is not there.
+        ModelError: the model does not exist.
         UsageError: the backend has no model.
     """
     if backend == "ngram":
@@ -148,11 +148,11 @@ def drafter_folder(backend: BackendName, model: str) -> str:
 
 
 def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
-    """The backend for a folder: a published head has one of its own.
+    """Return the backend for a folder: a published head has a separate one.
 
     Raises:
         ModelError: the head is not for this target.
-        UsageError: a head is asked for, and the folder holds none.
+        UsageError: a head is requested, and the folder does not contain one.
     """
     if backend not in {"mlx", "head"}:
         return backend
@@ -166,7 +166,7 @@ def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
 
 
 def command_of(text: str) -> tuple[str, ...]:
-    """A draft command as words, its program found; raises UsageError if there is none."""
+    """Split a draft command into words and find its program; raise UsageError if there is none."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -180,7 +180,7 @@ def command_of(text: str) -> tuple[str, ...]:
 
 
 def _automatic(settings: StackSettings, target: Path) -> str:
-    """What `auto` stands for; a Mac has a Neural Engine to draft on, if the model is converted."""
+    """Resolve `auto`; a Mac drafts on the Neural Engine if the model is converted."""
     if settings.draft_command:
         return "stdio"
     if settings.draft_server:

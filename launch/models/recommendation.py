@@ -1,4 +1,4 @@
-"""Pairs worth trying, by memory and purpose, with what may be expected: assumptions, marked so."""
+"""Recommended pairs by memory and purpose, with expectations that are marked as assumptions."""
 
 import importlib.resources
 import tomllib
@@ -18,23 +18,23 @@ _NUM_DRAFT_TOKENS = 4
 _CONTEXT = 8192
 """Tokens of context whose KV must have room."""
 _BUFFERS = 1.1
-"""Weights times this: the buffers of a pass grow with the model."""
+"""Factor on the weights: the buffers of a pass grow with the model."""
 _PROCESSES_BYTES = 500_000_000
 """Interpreters and libraries of the stack's processes."""
 _SHARE = 0.75
-"""Of the memory that a pair may take: the rest belongs to others."""
+"""Share of the memory that a pair may use; the rest belongs to other programs."""
 
 _ARCHITECTURES = {"SmolLM2": "llama", "Llama 3": "llama", "Qwen 2.5": "qwen2", "Qwen 3": "qwen3"}
 """Architectures of families, where the device makes a difference (`weights.bytes_on_cpu`)."""
 _CORE_BYTES_S = 9e9
-"""What one core reads: 0.54 GB of weights 17 times a second, as measured on a Xeon."""
+"""Memory bandwidth of one core: 0.54 GB of weights 17 times a second, measured on a Xeon."""
 _SLOWEST_TOK_S = 3.0
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pair of the file, whose head explains the fields."""
+    """One pair of the file, whose header explains the fields."""
 
     model: str
     draft_model: str
@@ -57,7 +57,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair, what it needs, and what may be expected of it."""
+    """A pair, its requirements, and its expected gain."""
 
     model: str
     draft_model: str
@@ -66,23 +66,23 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Estimated, for both models with some context."""
     fits: bool
-    """Into the memory; on a CPU, also at a speed that one can read along."""
+    """True if it fits into the memory; on a CPU, also at reading speed."""
     plain_tok_s: float
     """Estimated speed of plain decoding on a CPU; 0 elsewhere: unknown."""
     assumed_acceptance: float
     expected_tokens_per_round: float
-    """With 4 draft tokens, if the assumption holds; the most that speed-up could be."""
+    """Expectation with 4 draft tokens, if the assumption holds; an upper bound of the speed-up."""
     measured: str
-    """Where this project's own measurements stand; empty: there are none."""
+    """Location of this project's measurements; empty: none."""
     note: str
     head: str
     """Format of the drafter, if it is a published head; empty: a model."""
     licence: str
-    """Said to be the head's; not checked. Its card counts."""
+    """Stated licence of the head; not verified: its model card is authoritative."""
 
     @property
     def command(self) -> str:
-        """What sets it up."""
+        """The command that sets it up."""
         if "/" not in self.model:
             names = dict.fromkeys((self.model, self.draft_model))
             return " && ".join(f"ssd models add {name}" for name in names)
@@ -92,11 +92,11 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 def recommend(
     memory_bytes: int, purpose: Purpose | None = None, *, cpu_cores: int = 0
 ) -> list[Recommendation]:
-    """Pairs for this purpose, the largest that fit first, then those that do not fit.
+    """Return pairs for this purpose: the largest that fit first, then those that do not fit.
 
     Args:
-        memory_bytes: of the machine.
-        purpose: only pairs for this.
+        memory_bytes: memory of the machine.
+        purpose: purpose of the pairs.
         cpu_cores: cores that compute where there is no GPU, else 0. What a CPU reads in a second
             bounds the speed; of some architectures it holds float32 weights.
     """
@@ -109,7 +109,7 @@ def recommend(
 
 
 def read_pairs() -> list[_Entry]:
-    """The file that comes with this project; raises UsageError if somebody broke it."""
+    """Read the file shipped with this project; raise UsageError if it was damaged."""
     text = (importlib.resources.files("launch.models") / _FILE).read_text(encoding="utf-8")
     try:
         return msgspec.convert(tomllib.loads(text), _File).pair
@@ -142,7 +142,7 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
 
 
 def _weight_bytes(entry: _Entry, billions: float, bits: float, *, on_cpu: bool) -> int:
-    """Bytes of one model's weights in this machine's memory."""
+    """Return the bytes of one model's weights in this machine's memory."""
     parameters = round(billions * 1e9)
     stored = round(parameters * bits / 8)
     architecture = _ARCHITECTURES.get(entry.family, "")
@@ -150,5 +150,5 @@ def _weight_bytes(entry: _Entry, billions: float, bits: float, *, on_cpu: bool) 
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
-    """E(K) = (1 - a^(K+1)) / (1 - a): tokens of a round if each draft token stands with a."""
+    """Return E(K) = (1 - a^(K+1)) / (1 - a): tokens per round at acceptance rate a."""
     return (1.0 - acceptance ** (num_draft_tokens + 1)) / (1.0 - acceptance)

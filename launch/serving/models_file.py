@@ -1,4 +1,4 @@
-"""Which models a server offers: a TOML file with a table per model, or a folder of models."""
+"""The models that a server offers: a TOML file with a table per model, or a folder of models."""
 
 import re
 import tomllib
@@ -22,16 +22,16 @@ _OF_THE_SERVER = frozenset(
         "strict", "rate_limit", "preset", "models", "idle_unload", "memory_bytes", "log_level",
     }
 )  # fmt: skip
-"""Settings that are the same for all models."""
+"""Settings that are common to all models."""
 
 _OF_ONE_MODEL = frozenset(
     {"model", "adapter_path", "draft_model", "draft_backend", "draft_command", "draft_lines",
      "draft_server", "draft_server_key", "prompt_cache_file"}
 )  # fmt: skip
-"""Settings that cannot be the same for several models."""
+"""Settings that cannot be common to several models."""
 
 _LONGEST_SLUG = 16
-"""The path of a Unix socket has about a hundred characters."""
+"""The path of a Unix socket is limited to about a hundred characters."""
 _UNFIT = re.compile(r"[^A-Za-z0-9]+")
 
 
@@ -39,7 +39,7 @@ class DrafterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A drafter that requests may name: settings as for a stack."""
 
     draft_backend: str = ""
-    """Empty: a program, a server, a model or lookup, whichever the other settings name."""
+    """Empty: inferred from the other settings (program, server, model or lookup)."""
     draft_model: str = ""
     draft_command: str = ""
     draft_lines: bool = False
@@ -47,7 +47,7 @@ class DrafterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_server_key: str = ""
 
     def swap(self) -> SwapDrafter:
-        """The command that makes it the drafter of a running stack.
+        """Return the command that makes it the drafter of a running stack.
 
         Raises:
             UsageError: there is no such backend or program.
@@ -78,23 +78,23 @@ class ModelEntry:
     """One model of a server."""
 
     name: str
-    """As requests call it."""
+    """Its name in requests."""
     aliases: tuple[str, ...] = ()
     keep_loaded: bool = False
-    """Whether it is loaded with the server, and stays."""
+    """True if it is loaded with the server, and stays loaded."""
     drafters: Mapping[str, DrafterTable]
-    """By name: those that requests may ask for, besides the one that it starts with."""
+    """Drafters that requests may name, besides the initial one."""
     settings: StackSettings
     slug: str
     """Short form of its name, for folders."""
 
 
 def read_models(path: Path, common: StackSettings) -> list[ModelEntry]:
-    """The models of a file, or of a folder of model folders.
+    """Read the models of a file, or of a folder of model folders.
 
     Args:
-        path: of either.
-        common: settings that hold where a model's table says nothing.
+        path: path of either.
+        common: defaults for the models' tables.
 
     Raises:
         UsageError: it cannot be read, names no model, or a table is wrong, naming the table.
@@ -132,7 +132,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_folder(path: Path) -> dict[str, Any]:
-    """Every folder below with a model in it: `NAME`, or `OWNER/NAME` as LM Studio has them."""
+    """Return every model folder below: `NAME`, or `OWNER/NAME` as in LM Studio."""
     found = [*path.glob("*/config.json"), *path.glob("*/*/config.json")]
     folders = sorted(file.parent for file in found if any(file.parent.glob("*.safetensors")))
     return {
@@ -171,7 +171,7 @@ def _parse_table(name: str, table: Any, common: StackSettings, slug: str, where:
 
 
 def _make_slugs(names: list[str]) -> list[str]:
-    """Short and different from each other."""
+    """Return short distinct names."""
     slugs: list[str] = []
     for number, name in enumerate(names):
         slug = _UNFIT.sub("-", name.rsplit("/", 1)[-1]).strip("-")[:_LONGEST_SLUG] or "model"

@@ -1,7 +1,7 @@
-"""Which models are loaded: decided from what is asked for, what is in use, and memory.
+"""Decides which models are loaded, from requests, use, and memory.
 
-Pure: no processes, no clock. `decide` returns what is to be done now; the model server does it
-and reports back by the `on_...` methods.
+Pure: no processes, no clock. `decide` returns the actions that are due; the model server executes
+them and reports back through the `on_...` methods.
 """
 
 from collections import deque
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from protocol.messages import ModelState, ModelStatus, RejectedKind
 
 RETRY_S = 10.0
-"""After a failure the same reason is given for so long, before the model is tried again."""
+"""Time after a failure during which requests get the same error, before the model is retried."""
 
 _FAIR_S = 10.0
-"""After so long a wait for room, models that would have to make it take no new requests."""
+"""Wait for room after which the models that would have to make room accept no new requests."""
 
 Use = bytes
-"""Who uses a model: a connection."""
+"""The user of a model: a connection."""
 
 
 @dataclass(frozen=True)
 class LocateModel:
-    """Find the model's files; downloads them if need be."""
+    """Find the model's files; download them if needed."""
 
     model: str
 
@@ -36,14 +36,14 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class UnloadModel:
-    """Stop its processes; nobody uses them."""
+    """Stop its processes; it is not in use."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class ChangeDrafter:
-    """Replace its drafter; nobody uses the model meanwhile."""
+    """Replace its drafter; the model is not in use meanwhile."""
 
     model: str
     drafter: str
@@ -51,7 +51,7 @@ class ChangeDrafter:
 
 @dataclass(frozen=True)
 class Grant:
-    """The model may be used."""
+    """Report that the model may be used."""
 
     model: str
     use: Use
@@ -59,7 +59,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The model cannot be used."""
+    """Report that the model cannot be used."""
 
     use: Use
     reason: str
@@ -84,13 +84,13 @@ class _Entry:
     state: ModelState = "unloaded"
     note: str = ""
     memory_bytes: int | None = None
-    """None: not known before its files are located."""
+    """None: unknown until its files are located."""
     most_waiting: int = 0
-    """Requests that may wait for it; 0: any number."""
+    """Most waiting requests; 0 is unlimited."""
     drafter: str = ""
-    """Which of its drafters runs; empty: the one that it starts with."""
+    """Name of the running drafter; empty: the initial one."""
     is_changing: bool = False
-    """Whether its drafter is being replaced."""
+    """True while its drafter is being replaced."""
     users: set[Use] = field(default_factory=set)
     waiting: deque[_Waiting] = field(default_factory=deque)
     used_at: float = 0.0
@@ -98,7 +98,7 @@ class _Entry:
 
     @property
     def takes_memory(self) -> bool:
-        """True if there are processes."""
+        """True if it has processes."""
         return self.state in ("loading", "loaded", "unloading")
 
 
@@ -106,9 +106,9 @@ class ModelPool:
     """The models of a server.
 
     Args:
-        idle_unload_s: a model that nobody has used for so long is unloaded; 0: never.
-        budget_bytes: most memory for all models; 0: what the machine has free.
-        timeout_s: longest wait for others to make room.
+        idle_unload_s: idle time after which a model is unloaded; 0: never.
+        budget_bytes: most memory for all models; 0: the machine's free memory.
+        timeout_s: longest wait for other models to make room.
     """
 
     def __init__(self, *, idle_unload_s: float, budget_bytes: int, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ class ModelPool:
         memory_bytes: int | None = None,
         most_waiting: int = 0,
     ) -> None:
-        """One more model, which is not loaded; so many requests may wait for it, 0: any number."""
+        """Add an unloaded model with a limit of waiting requests; 0 is unlimited."""
         self._entries[name] = _Entry(
             name, stack, keep_loaded, memory_bytes=memory_bytes, most_waiting=most_waiting
         )
@@ -135,7 +135,7 @@ class ModelPool:
         return name in self._entries
 
     def describe(self) -> list[ModelStatus]:
-        """All models, in the order in which they were added."""
+        """Return all models in the order of addition."""
         return [
             ModelStatus(
                 name=entry.name,
@@ -152,11 +152,11 @@ class ModelPool:
     # ------------------------------------------------------------ what happens
 
     def request(self, name: str, use: Use, drafter: str, now: float) -> None:
-        """Somebody wants to use a model; the answer is a Grant or a Refuse."""
+        """Request the use of a model; the answer is a Grant or a Refuse."""
         self._entries[name].waiting.append(_Waiting(use, drafter, now))
 
     def release(self, use: Use, now: float) -> None:
-        """This use is over, or not wanted any more; unknown ones are over already."""
+        """End a use, or a request for one; unknown ones have ended already."""
         for entry in self._entries.values():
             if use in entry.users:
                 entry.users.remove(use)
@@ -164,7 +164,7 @@ class ModelPool:
             entry.waiting = deque(one for one in entry.waiting if one.use != use)
 
     def release_all(self, now: float) -> None:
-        """Whoever used models is gone."""
+        """End all uses."""
         for entry in self._entries.values():
             if entry.users:
                 entry.used_at = now
@@ -172,11 +172,11 @@ class ModelPool:
             entry.waiting.clear()
 
     def on_located(self, name: str, memory_bytes: int) -> None:
-        """Its files are here; so much memory it will take."""
+        """Record that its files are local, and its memory estimate."""
         self._set(name, "unloaded", memory_bytes=memory_bytes)
 
     def on_loaded(self, name: str, memory_bytes: int, now: float) -> None:
-        """Its processes are ready, and hold so much."""
+        """Record that its processes are ready, and their memory."""
         entry = self._entries[name]
         memory = max(memory_bytes, entry.memory_bytes or 0)
         self._set(name, "loaded", memory_bytes=memory)
@@ -184,24 +184,26 @@ class ModelPool:
         entry.drafter = ""
 
     def on_unloaded(self, name: str) -> None:
-        """Its processes are gone."""
+        """Record that its processes have ended."""
         self._set(name, "unloaded")
 
     def on_ended(self, name: str) -> None:
-        """It has ended by itself; what is left of it is being cleared away, then it has failed."""
+        """Record that it ended by itself; it fails once its remains are removed."""
         self._set(name, "unloading", note="its processes have ended")
 
     def on_failed(self, name: str, reason: str, now: float) -> None:
-        """It could not be located or loaded, or has ended by itself: there are no processes."""
+        """Record that it could not be located or loaded, or ended by itself: it has no
+        processes.
+        """
         self._set(name, "failed", note=reason)
         entry = self._entries[name]
         entry.failed_at = now
         entry.users.clear()
 
     def on_drafter(self, name: str, reason: str, now: float) -> Iterator[Refuse]:
-        """Its drafter was changed, or not, for this reason; then who wanted it is refused.
+        """Record the result of a drafter change; refuse its requesters if there is a reason.
 
-        Nothing if the model itself has ended meanwhile.
+        Does nothing if the model itself has ended meanwhile.
         """
         entry = self._entries[name]
         if not entry.is_changing:
@@ -230,8 +232,8 @@ class ModelPool:
 
         Args:
             now: seconds of a monotonic clock.
-            free_bytes: memory that the machine has free.
-            busy: models that answer somebody who did not ask here, such as `ssd chat`.
+            free_bytes: free memory of the machine.
+            busy: models that answer clients outside this server, such as `ssd chat`.
         """
         for name in busy:
             self._entries[name].used_at = now
@@ -246,7 +248,7 @@ class ModelPool:
         return actions
 
     def _find_starved(self, now: float) -> _Entry | None:
-        """The model that has waited longest for others to make room, if that is too long."""
+        """Return the model that has waited longest for room, if that is too long."""
         waiting = [
             entry
             for entry in self._entries.values()
@@ -257,7 +259,7 @@ class ModelPool:
         return min(waiting, key=lambda entry: entry.waiting[0].since, default=None)
 
     def _hold_back(self, starved: _Entry, free_bytes: int) -> list[str]:
-        """Models that take no new requests, so that the starved one gets its room."""
+        """Return models that accept no new requests, so that the starved one gets its room."""
         missing = (starved.memory_bytes or 0) - self._room(free_bytes)
         loaded = [e for e in self._entries.values() if e.state == "loaded" and not e.keep_loaded]
         found: list[str] = []
@@ -284,10 +286,10 @@ class ModelPool:
             case "failed" | "unloaded":
                 yield from self._load(entry, now, free_bytes, busy)
             case _:
-                pass  # what it is doing will end
+                pass  # its current work will end
 
     def _grant(self, entry: _Entry, busy: Collection[str]) -> Iterator[PoolAction]:
-        """In their order; who wants another drafter waits until nobody uses this one."""
+        """Grant uses in order; a request for another drafter waits until the model is unused."""
         while entry.waiting:
             first = entry.waiting[0]
             if first.drafter not in ("", entry.drafter):
@@ -303,7 +305,7 @@ class ModelPool:
     def _load(
         self, entry: _Entry, now: float, free_bytes: int, busy: Collection[str]
     ) -> Iterator[PoolAction]:
-        """Load it, if need be after others have made room."""
+        """Load it, if needed after other models have made room."""
         needed = entry.memory_bytes or 0
         room = self._room(free_bytes)
         if needed <= room:
@@ -330,14 +332,14 @@ class ModelPool:
             yield UnloadModel(other.name)
 
     def _room(self, free_bytes: int) -> int:
-        """Memory for one more model."""
+        """Return the memory available for one more model."""
         loading = (e for e in self._entries.values() if e.state == "loading")
         if not self._budget_bytes:
-            return free_bytes - _sum(loading)  # it has hardly begun to take its share
+            return free_bytes - _sum(loading)  # it has hardly allocated its share yet
         return self._budget_bytes - _sum(e for e in self._entries.values() if e.takes_memory)
 
     def _refuse_late(self, entry: _Entry, now: float) -> Iterator[Refuse]:
-        """Those who have waited too long for others to make room."""
+        """Refuse requests that have waited too long for room."""
         while entry.waiting and now - entry.waiting[0].since >= self._timeout_s:
             reason = (
                 f"the models that would have to make room for {entry.name!r} are all answering; "
@@ -354,7 +356,7 @@ class ModelPool:
 
 
 def _is_idle(entry: _Entry, busy: Collection[str], *, wanted: bool = False) -> bool:
-    """Return whether nobody uses it; it may be `wanted` by those who wait."""
+    """Return True if it is unused; requests may still wait for it."""
     in_use = entry.users or (entry.waiting and not wanted) or entry.name in busy
     return entry.state == "loaded" and not in_use
 
@@ -366,7 +368,7 @@ def _refuse_all(entry: _Entry, reason: str, kind: RejectedKind) -> Iterator[Refu
 
 
 def _refuse_surplus(entry: _Entry) -> Iterator[Refuse]:
-    """Those who came last, where more wait than may."""
+    """Refuse the latest requests beyond the limit."""
     reason = f"too many requests wait for the model {entry.name!r}; try again later (max_waiting)"
     while 0 < entry.most_waiting < len(entry.waiting):
         yield Refuse(entry.waiting.pop().use, reason, "busy")

@@ -1,4 +1,4 @@
-"""The stacks of a server's models: started, changed and stopped in threads of their own."""
+"""The stacks of a server's models: started, changed and stopped in separate threads."""
 
 import logging
 import queue
@@ -23,12 +23,12 @@ from protocol.messages import ModelReady, ProcessStatus
 _log = logging.getLogger(__name__)
 
 _STOP_S = 60.0
-"""Longest wait for all stacks to be stopped; their own limits are much shorter."""
+"""Longest wait for all stacks to stop; their own limits are much shorter."""
 
 
 @dataclass(frozen=True)
 class ModelLocated:
-    """The model's files are here, and will take so much memory."""
+    """The model's files are local; it will take this much memory."""
 
     model: str
     memory_bytes: int
@@ -36,7 +36,7 @@ class ModelLocated:
 
 @dataclass(frozen=True)
 class ModelLoaded:
-    """Its processes are ready, and hold so much memory."""
+    """Its processes are ready, and take this much memory."""
 
     model: str
     memory_bytes: int
@@ -44,14 +44,14 @@ class ModelLoaded:
 
 @dataclass(frozen=True)
 class ModelUnloaded:
-    """Its processes are gone."""
+    """Its processes have ended."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class DrafterChanged:
-    """Its drafter is another one; or is not, for this reason."""
+    """Its drafter was replaced, or not, for this reason."""
 
     model: str
     reason: str
@@ -59,14 +59,14 @@ class DrafterChanged:
 
 @dataclass(frozen=True)
 class ModelEnded:
-    """It ended by itself; `ModelBroken` comes when nothing of it is left."""
+    """It ended by itself; `ModelBroken` follows once its remains are removed."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class ModelBroken:
-    """It could not be located or loaded, or ended by itself; nothing of it runs."""
+    """It could not be located or loaded, or ended by itself; it has no processes."""
 
     model: str
     reason: str
@@ -78,12 +78,12 @@ StackEvent = ModelLocated | ModelLoaded | ModelUnloaded | DrafterChanged | Model
 class ModelStacks:
     """The stacks of these models.
 
-    Every command returns at once; what became of it is among the `events`.
+    Every command returns at once; its result is among the `events`.
 
     Args:
         entries: the models by name.
-        server: name of the server; its stacks are called after it.
-        report: told about every process.
+        server: name of the server; its stacks are named after it.
+        report: called for every process.
     """
 
     def __init__(self, entries: Mapping[str, ModelEntry], server: str, report: Report) -> None:
@@ -98,20 +98,20 @@ class ModelStacks:
         self._stopping = threading.Event()
 
     def run_dir(self, model: str) -> RunDir:
-        """Return the run folder of a model's stack, whether it runs or not."""
+        """Return the run folder of a model's stack, running or not."""
         return RunDir(f"{self._server}-{self._entries[model].slug}")
 
     def knows(self, model: str, drafter: str) -> bool:
-        """Return whether this model has such a drafter; "" is the one that it starts with."""
+        """Return True if this model has such a drafter; "" is the initial one."""
         return not drafter or drafter in self._entries[model].drafters
 
     def introduce(self, model: str) -> ModelReady:
-        """A model that was located, to those who may use it."""
+        """Describe a located model for its users."""
         pair, settings = self._pairs[model], self._entries[model].settings
         return ModelReady(folder=pair.model, sampling=preset_sampling(settings, pair))
 
     def events(self) -> Iterator[StackEvent]:
-        """Yield what has happened since the last call."""
+        """Yield the events since the last call."""
         for model, supervisor in list(self._running.items()):
             if supervisor.failure is not None:
                 del self._running[model]
@@ -121,11 +121,11 @@ class ModelStacks:
             yield self._events.get_nowait()
 
     def busy(self) -> set[str]:
-        """Models that answer, whoever asked."""
+        """Return models that answer requests of any client."""
         return {name for name, stack in list(self._running.items()) if stack.answering}
 
     def processes(self) -> Iterator[ProcessStatus]:
-        """Yield the processes of all stacks, each with its model in front of its role."""
+        """Yield the processes of all stacks, with the model before the role."""
         for name, supervisor in [*self._starting.items(), *self._running.items()]:
             for status in supervisor.processes:
                 yield self._name(name, status)
@@ -133,18 +133,18 @@ class ModelStacks:
     # ------------------------------------------------------------ commands
 
     def locate(self, model: str) -> None:
-        """Find its files, and download what is missing."""
+        """Find its files, and download missing ones."""
         self._start_thread(partial(self._attempt, model, self._locate))
 
     def locate_local(self) -> None:
-        """Do so for the models that need no download, so that their size is known."""
+        """Locate the models that need no download, so that their size is known."""
         for model, entry in self._entries.items():
             reference = entry.settings.model
             if "/" not in reference or Path(reference).expanduser().is_dir():
                 self.locate(model)
 
     def load(self, model: str) -> None:
-        """Start its stack; it was located before."""
+        """Start the stack of a located model."""
         self._start_thread(partial(self._attempt, model, self._load))
 
     def unload(self, model: str) -> None:
@@ -159,13 +159,13 @@ class ModelStacks:
         self._start_thread(stop)
 
     def change_drafter(self, model: str, drafter: str) -> None:
-        """Let another one of its drafters draft."""
+        """Replace its drafter by another one of the model."""
 
         def change() -> None:
             try:
                 entry = self._entries[model]
                 swap = entry.drafters[drafter].swap()
-                # The supervisor's own limit for the new drafter, and a little for its answer.
+                # The supervisor's limit for the new drafter, and a little for its answer.
                 timeout_s = entry.settings.start_timeout_s + 10.0
                 ask_supervisor(self.run_dir(model).path.name, swap, timeout_s)
             except (SsdError, OSError) as error:
@@ -184,12 +184,12 @@ class ModelStacks:
         thread.start()
 
     def _attempt(self, model: str, work: Callable[[str], StackEvent]) -> None:
-        """Do this; whatever goes wrong makes the model fail, and no other."""
+        """Run this work; any error makes this model fail, and no other."""
         try:
             event = work(model)
         except (SsdError, OSError) as error:
             event = ModelBroken(model, str(error))
-        # One model's defect must not leave those who wait for it without an answer.
+        # One model's defect must not leave its waiting requests without an answer.
         except Exception as error:  # noqa: BLE001
             _log.exception("the model %s failed", model)
             event = ModelBroken(model, f"{type(error).__name__}: {error}")
@@ -224,7 +224,7 @@ class ModelStacks:
         return ModelLoaded(model, measure_memory(supervisor.pids))
 
     def _remove(self, model: str, supervisor: Supervisor) -> None:
-        """Clear away a stack that has ended by itself."""
+        """Remove a stack that has ended by itself."""
         _stop(model, supervisor)
         self._events.put(ModelBroken(model, str(supervisor.failure)))
 
@@ -234,7 +234,7 @@ class ModelStacks:
     # ------------------------------------------------------------ the end
 
     def stop(self) -> None:
-        """Stop all of them at the same time, and wait for it."""
+        """Stop all of them concurrently, and wait."""
         self._stopping.set()
         for supervisor in list(self._starting.values()):
             supervisor.cancel_start()
@@ -242,17 +242,17 @@ class ModelStacks:
             self.unload(model)
         for thread in self._threads:
             thread.join(_STOP_S)
-        for supervisor in list(self._running.values()):  # it became ready in this moment
+        for supervisor in list(self._running.values()):  # it has just become ready
             supervisor.stop()
 
     def kill(self) -> None:
-        """End all processes at once; `stop` still waits for them."""
+        """Kill all processes at once; `stop` still waits for them."""
         for supervisor in [*self._starting.values(), *self._running.values()]:
             supervisor.kill()
 
 
 def _stop(model: str, supervisor: Supervisor) -> None:
-    """Stop a stack; whatever goes wrong in that, those who wait for the model are to be told."""
+    """Stop a stack; whatever goes wrong, waiting requests must be answered."""
     try:
         supervisor.stop()
     # As in `ModelStacks._attempt`.

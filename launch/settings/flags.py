@@ -1,4 +1,4 @@
-"""Flags in groups, as `--help` lists them; `--set` for the settings that have no flag."""
+"""Flags in groups for `--help`, and `--set` for settings without a flag."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ ORDER = (
     "Speculation",
     "Options",
 )
-"""How groups follow each other; `Options` is what belongs to none."""
+"""Order of the groups; `Options` holds the rest."""
 
 
 class Option(click.Option):
@@ -42,7 +42,7 @@ class Command(click.Command):
     """A command whose help has groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The flags under their headings."""
+        """Write the flags under their headings."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ORDER}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -55,7 +55,7 @@ class Command(click.Command):
 
 
 def more_settings(names: Collection[str], group: str = "Options") -> Callable[[F], F]:
-    """Add `--set NAME=VALUE` for these settings; `read_more` reads what was given."""
+    """Add `--set NAME=VALUE` for these settings; `read_more` parses the values."""
     return click.option(
         "--set",
         "more",
@@ -68,10 +68,10 @@ def more_settings(names: Collection[str], group: str = "Options") -> Callable[[F
 
 
 def read_more(pairs: Sequence[str], names: Collection[str]) -> dict[str, Any]:
-    """Read the settings that `--set` gave: numbers, lists of them by commas, booleans and words.
+    """Parse the settings of `--set`: numbers, lists of them by commas, booleans and words.
 
     Raises:
-        UsageError: one has no value, or a name that is not among `names`.
+        UsageError: a setting has no value, or is not among `names`.
     """
     values: dict[str, Any] = {}
     for pair in pairs:

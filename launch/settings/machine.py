@@ -1,4 +1,4 @@
-"""This machine: its cores, who gets which, and the environment of a child on a device."""
+"""This machine: its cores, their distribution, and the environment of a child on a device."""
 
 import contextlib
 import importlib.metadata
@@ -19,18 +19,18 @@ from protocol.version import install_hint
 _CUDA = "cuda:"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
-# MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
-# that took; verifications of all lengths and trees of all widths are many more.
+# MLX on CUDA keeps 400 graphs, and permanently fails after 800 new ones, over any time;
+# verifications of all lengths and trees of all widths need many more.
 _MLX_ON_CUDA = {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0", "MLX_CUDA_GRAPH_CACHE_SIZE": "2000"}
 
 
 def child_environment(device: Device) -> dict[str, str]:
-    """The environment of a child bound to this device.
+    """Return the environment of a child bound to this device.
 
-    CUDA has no other way to keep a process off a GPU than not to show it.
+    On CUDA, hiding a GPU is the only way to keep a process off it.
 
     Raises:
-        UsageError: the GPU is not among those that we ourselves may see.
+        UsageError: the GPU is not visible to this process.
     """
     own = {**_MLX_ON_CUDA, **_place_kernels(), **os.environ}
     if not device.startswith(_CUDA):
@@ -40,16 +40,16 @@ def child_environment(device: Device) -> dict[str, str]:
     shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     if not shown:
         raise UsageError(f"no device {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
-    # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
+    # By bus, like nvidia-smi, not by speed, which is CUDA's default.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
 
 
 def _place_kernels() -> dict[str, str]:
-    """Where MLX on CUDA keeps compiled kernels: not where everybody may write, and for longer.
+    """Return where MLX on CUDA keeps compiled kernels: in a private and permanent folder.
 
-    A kernel takes seconds to compile, and its name says neither for which MLX it is nor for which
-    GPU. Where that is not clear, or there are several kinds, MLX's own folder stays.
+    A kernel takes seconds to compile, and its name identifies neither the MLX version nor the GPU.
+    If these are unknown, or there are several kinds, MLX's own folder is used.
     """
     version, models = package_versions(["mlx"])["mlx"], _gpu_models()
     if not has_cuda() or not version or len(models) != 1:
@@ -59,7 +59,7 @@ def _place_kernels() -> dict[str, str]:
 
 
 def _gpu_models() -> list[str]:
-    """NVIDIA's GPUs of this machine, as parts of a file's name; one of each kind."""
+    """Return NVIDIA's GPU models of this machine, as parts of a file name; one of each kind."""
     found = set[str]()
     for file in _GPUS.glob("*/information"):
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def _gpu_models() -> list[str]:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Name of a distribution -> its version; empty if it is not installed."""
+    """Return the versions by distribution name; empty if one is not installed."""
     found = {}
     for name in names:
         try:
@@ -81,17 +81,17 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def has_cuda() -> bool:
-    """Whether MLX is installed with its CUDA backend."""
+    """Return True if MLX is installed with its CUDA backend."""
     return any(package_versions(_CUDA_PACKAGES).values())
 
 
 def computes_on_cpu(device: Device) -> bool:
-    """Whether MLX would compute there if told to use this device; "" is its own choice."""
+    """Return True if MLX would compute on the CPU with this device; "" is its default."""
     return device == "cpu" or (not device and sys.platform != "darwin" and not has_cuda())
 
 
 def require_mlx() -> None:
-    """Raise UsageError, naming the extra to install, if MLX is missing (on Linux it is one)."""
+    """Raise UsageError, naming the extra to install, if MLX is missing (an extra on Linux)."""
     if importlib.util.find_spec("mlx") is None or importlib.util.find_spec("mlx.core") is None:
         raise UsageError(
             f"MLX is not installed: {install_hint('cpu')}, or {install_hint('cuda')} with CUDA 13"
@@ -99,23 +99,23 @@ def require_mlx() -> None:
 
 
 def compute_threads() -> int:
-    """Threads for a compute process that may use every core that we may."""
+    """Return the threads of a process that may use every available core."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Cores(msgspec.Struct, frozen=True):
-    """Which cores each compute process gets; empty leaves it free."""
+    """The cores of each compute process; empty: not pinned."""
 
     verifier: list[int]
     drafter: list[int]
 
 
 def share_cores(backend: BackendName) -> Cores:
-    """On Linux, disjoint cores: target and drafter must not wait for each other.
+    """Assign disjoint cores on Linux: target and drafter must not wait for each other.
 
-    The drafter gets a quarter, at least one. A single core cannot be shared out.
+    The drafter gets a quarter, at least one. A single core cannot be divided.
     """
     if not hasattr(os, "sched_getaffinity"):
         return Cores([], [])
@@ -127,5 +127,5 @@ def share_cores(backend: BackendName) -> Cores:
 
 
 def extend_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with more variables, for another program."""
+    """Return this process's environment with more variables, for another program."""
     return {**os.environ, **more}

@@ -1,4 +1,4 @@
-"""Flags that several commands share: what a stack is made of, and how tokens are drawn."""
+"""Flags that several commands share: for the stack, and for sampling."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,23 +37,23 @@ WITHOUT_FLAG = (
     "rate_limit",
     "strict",
 )
-"""Settings of a stack that few need: in `ssd.toml`, in the environment, or by `--set`."""
+"""Rarely needed settings of a stack: in `ssd.toml`, in the environment, or by `--set`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def settings_of(*, more: Sequence[str] = (), **flags: Any) -> StackSettings:
-    """The settings in force, given these flags; None is a flag that was not given.
+    """Return the effective settings; None is an omitted flag.
 
-    `more` is what `--set` gave.
+    `more` holds the values of `--set`.
     """
     given = {key: value for key, value in flags.items() if value is not None}
     return stack_settings({**read_more(more, WITHOUT_FLAG), **given})
 
 
 def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:
-    """Makes options whose names and defaults are those of a settings type."""
+    """Return a factory of options whose names and defaults are those of a settings type."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
 
     def option(flag: str, help_text: str, values: Any = None) -> Callable[[F], F]:
@@ -68,7 +68,7 @@ def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:
 
 
 def settings_from_flags(values: dict[str, Any], kind: type[S], more: Sequence[str] = ()) -> S:
-    """Settings of a process, `more` of them by `--set`; raises UsageError naming what is wrong."""
+    """Return the settings of a process, `more` of them by `--set`; raise UsageError if invalid."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -78,7 +78,7 @@ def settings_from_flags(values: dict[str, Any], kind: type[S], more: Sequence[st
 
 
 def _group(name: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
-    """These options, which `--help` lists under `name`."""
+    """Combine these options, which `--help` lists under `name`."""
 
     def decorate(function: F) -> F:
         for flags, attributes in reversed(options):
@@ -95,7 +95,7 @@ def _flag(*flags: str, **attributes: Any) -> tuple[tuple[str, ...], dict[str, An
 def _setting(
     flag: str, help_text: str, values: Any = None, **attributes: Any
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """A setting of a stack: the help shows its default, which the settings supply."""
+    """Define a setting of a stack: the help shows its default, which the settings supply."""
     name = flag.split("/", maxsplit=1)[0].removeprefix("--").replace("-", "_")
     shown = _format_default(getattr(_DEFAULTS, name))
     return (flag,), {"help": help_text + shown, "type": values, "default": None, **attributes}
@@ -113,7 +113,7 @@ def _format_default(value: object) -> str:
 
 
 def stack_options() -> Callable[[F], F]:
-    """What a stack is made of."""
+    """Add the options of a stack."""
     more = more_settings(WITHOUT_FLAG, "Processes")
     return _all_of(_model_options(), _process_options(), more, _rank_options())
 
@@ -186,7 +186,7 @@ def _process_options() -> Callable[[F], F]:
 
 
 def http_options() -> Callable[[F], F]:
-    """Where and for whom the gateway answers."""
+    """Add the options of the gateway."""
     return _group(
         "HTTP",
         _setting("--host", "Address to listen on."),
@@ -202,7 +202,7 @@ def http_options() -> Callable[[F], F]:
 
 
 def several_models_options() -> Callable[[F], F]:
-    """Which models a server offers, and how many at a time."""
+    """Add the options for several models."""
     return _group(
         "Several models",
         _setting("--models", "Several models, loaded on demand: a TOML file with a table for each, "
@@ -213,10 +213,10 @@ def several_models_options() -> Callable[[F], F]:
 
 
 def sampling_options(*, measures: bool = False) -> Callable[[F], F]:
-    """How tokens are drawn; `take_sampling_choice` reads them.
+    """Add the sampling options; `take_sampling_choice` reads them.
 
     Args:
-        measures: whether the model's own recommendation has no say.
+        measures: ignore the model's recommendation.
     """
     d = Sampling()
     recommends = "greedy" if measures else "as the model's generation_config.json says, else greedy"

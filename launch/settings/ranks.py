@@ -1,4 +1,4 @@
-"""Over which machines and processes the target is spread: `--target-ranks`, `--hosts`, `--split`.
+"""The machines and processes of a spread target: `--target-ranks`, `--hosts`, `--split`.
 
 The hosts file has the format of `mlx.launch`, which `mlx.distributed_config` writes.
 """
@@ -23,19 +23,20 @@ from protocol.settings import (
 )
 
 _HOST_S = 30.0
-"""Longest wait for a host's first word; the whole start must be shorter than its own limit."""
+"""Longest wait for a host's first message; the whole start must be shorter than its own limit."""
 _MEET_S: dict[RankBackend, float] = {"ring": 30.0, "jaccl": 30.0, "jaccl-ring": 30.0, "nccl": 90.0}
-"""Longest wait for all ranks to find each other. Those on CUDA load its libraries meanwhile, and
-NCCL looks at the machine."""
+"""Longest wait for all ranks to connect. Those on CUDA load its libraries meanwhile, and NCCL
+inspects the machine.
+"""
 _LOCAL = frozenset({"127.0.0.1", "localhost"})
 _MLX_VARIABLES = ("MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_CUDA_GRAPH_CACHE_SIZE")
 _GPU_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
 
 
 class _Host(msgspec.Struct, frozen=True):
-    """An entry of the file; others may know more keys than we do."""
+    """An entry of the file; other programs may use further keys."""
 
-    # Not what ssh would take for an option.
+    # Must not be parsed by ssh as an option.
     ssh: Annotated[str, msgspec.Meta(pattern=r"^[^-\s]\S*$")]
     ips: list[str] = []
     rdma: list[str | list[str] | None] = []
@@ -48,13 +49,13 @@ class _HostsFile(msgspec.Struct, frozen=True):
 
 
 def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupSettings | None:
-    """The group of ranks that the settings ask for; None if the target is one process.
+    """Return the group of ranks in the settings; None if the target is one process.
 
-    The ranks on this machine share the `cores`, which are left free if there are too few: ranks
-    wait for each other, and two on one core would do so twice per layer.
+    The ranks on this machine share the `cores`, or are not pinned if there are too few: ranks wait
+    for each other, and two on one core would do so twice per layer.
 
     Raises:
-        UsageError: the settings contradict each other, or the file cannot be used.
+        UsageError: the settings are contradictory, or the file cannot be used.
     """
     split = _read_split(settings.split)
     if settings.hosts:
@@ -126,7 +127,9 @@ def _backend(name: str, device: Device) -> RankBackend:
 
 
 def _gpus(device: Device) -> Iterator[dict[str, str]]:
-    """The variables that show one GPU, from the target's on: one for each rank of this machine."""
+    """Yield the variables that expose one GPU to each rank of this machine, from the target's
+    on.
+    """
     first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
     for number in itertools.count(first):
         environment = child_environment(f"cuda:{number}")
@@ -134,7 +137,7 @@ def _gpus(device: Device) -> Iterator[dict[str, str]]:
 
 
 def _hosts(file: _HostsFile, gpus: Iterator[dict[str, str]] | None) -> list[RankHost]:
-    """The ranks; the first one is here, whatever the file calls this machine."""
+    """Return the ranks; the first one is here, whatever the file calls this machine."""
     hosts = []
     for rank, host in enumerate(file.hosts):
         is_local = rank == 0 or host.ssh in _LOCAL
@@ -158,7 +161,7 @@ def _share_cores(hosts: list[RankHost], cores: Sequence[int]) -> list[RankHost]:
 
 
 def _mlx_variables() -> dict[str, str]:
-    """What our own children get of the environment, for those on other machines."""
+    """Return the environment variables of our children for those on other machines."""
     environment = child_environment("")
     return {name: environment[name] for name in _MLX_VARIABLES}
 

@@ -1,4 +1,4 @@
-"""How the user wants tokens drawn: flags over a preset over what the model's makers recommend."""
+"""Sampling of the user: flags override a preset, which overrides the model's recommendation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,19 @@ from protocol.messages import Sampling
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """What was asked for, before the model is known."""
+    """The sampling options, before the model is known."""
 
     preset: PresetName
     given: dict[str, Any]
-    """Fields of `Sampling` that were given."""
+    """Explicit fields of `Sampling`."""
     logits_options: dict[str, Any]
     seed: int | None
 
     def resolve(self, model: str = "") -> Sampling:
-        """The parameters for the model in this folder; a seed that is drawn is reported.
+        """Return the parameters for the model in this folder; a random seed is reported.
 
         Raises:
-            UsageError: they contradict each other.
+            UsageError: they are contradictory.
             ModelError: the model's own cannot be used.
         """
         recommended = read_model_sampling(model) if self.preset == "default" else {}
@@ -45,11 +45,11 @@ class SamplingChoice:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most draft tokens a round that the planner may choose; 0: any number."""
+        """Limit on the planner's draft tokens per round; 0 is unlimited."""
         return get_preset(self.preset).max_draft_tokens
 
     def check(self) -> None:
-        """Raises UsageError if the flags contradict each other, before anything is started."""
+        """Raise UsageError on contradictory flags, before anything is started."""
         self._merge({})
 
     def _merge(self, recommended: dict[str, Any]) -> Sampling:
@@ -63,7 +63,7 @@ class SamplingChoice:
 
 
 def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
-    """Take the sampling options out of `options`; raises UsageError if one cannot be used."""
+    """Take the sampling options out of `options`; raise UsageError if one is invalid."""
     seed = options.pop("seed")
     given = {
         "temperature": options.pop("temp"),
@@ -84,7 +84,7 @@ def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
 
 
 def take_sampling(options: dict[str, Any]) -> Sampling:
-    """The same for measurements, where no model has a say."""
+    """Take the sampling options for measurements, which ignore the model's recommendation."""
     return take_sampling_choice(options).resolve()
 
 
@@ -94,7 +94,7 @@ def _take_logits_options(options: dict[str, Any]) -> dict[str, Any]:
     schema: Path | None = options.pop("json_schema")
     asked = {name: value for name, value in penalties.items() if value is not None}
     if asked.get("repetition_penalty") == 0:
-        asked["repetition_penalty"] = 1.0  # off, as for mlx-lm
+        asked["repetition_penalty"] = 1.0  # off, as in mlx-lm
     if schema is not None:
         asked["grammar"] = json_grammar(_read_schema(schema))
         check_grammar(asked["grammar"])

@@ -1,6 +1,6 @@
 """Settings of a stack: flag > environment (`SSD_*`) > `ssd.toml` > default.
 
-Unknown keys are errors everywhere. What a child process has a default for, has it from there.
+Unknown keys are errors everywhere. Defaults of child processes are taken from their settings.
 """
 
 import os
@@ -33,16 +33,16 @@ _PREFIX = "SSD_"
 # Environment variables with our prefix that are not settings of a stack.
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
 _HUGE = 10**18
-"""Of no setting anybody has so much; it still fits into what goes over the wire."""
+"""No setting is this large; it still fits into the wire format."""
 
 
 def _default(kind: type[msgspec.Struct], name: str) -> Any:
-    """The default that a child process has for a setting."""
+    """Return a child process's default for a setting."""
     return next(field.default for field in msgspec.structs.fields(kind) if field.name == name)
 
 
 class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What runs: the pair, and how its processes behave."""
+    """Settings of a stack: the pair, and the behaviour of its processes."""
 
     model: str = ""
     """Target: a model folder or hub name; empty is the default pair's target."""
@@ -55,19 +55,19 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """`auto`: stdio with a draft command, remote with a draft server; with a draft model coreml
     (on macOS, if it is converted), head (a published head) or mlx; else ngram. `none`: ngram."""
     compute_units: ComputeUnits = "auto"
-    """Where a converted model runs."""
+    """Compute units of a converted model."""
     draft_weights: DraftWeights = "auto"
-    """What an MLX drafter multiplies with: bytes on a CPU, bytes, or its weights as they are."""
+    """Weights of an MLX drafter: bytes on a CPU, bytes, or as they are."""
     draft_command: str = ""
     """Backend stdio: the program that drafts, with its arguments, as in a shell."""
     draft_lines: bool = False
     """Backend stdio: the program speaks the line protocol."""
     draft_server: str = ""
-    """Backend remote: where the draft server listens, tcp://HOST:PORT."""
+    """Backend remote: address of the draft server, tcp://HOST:PORT."""
     draft_server_key: str = ""
-    """Backend remote: its public key, or the name under which it is trusted (`ssd keys`)."""
+    """Backend remote: its public key, or its name in the list of trusted keys (`ssd keys`)."""
     key: str = "default"
-    """Backend remote: which of our own keys we show it."""
+    """Backend remote: name of our keys for it."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = _default(
         VerifierSettings, "prefill_step_size"
     )
@@ -76,27 +76,29 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     )
     """Requests decoded at the same time; others wait in line."""
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = _default(OrchestratorSettings, "max_waiting")
-    """Requests in line, beyond which more are refused; 0 means any number."""
+    """Requests in line, beyond which more are rejected; 0 means unlimited."""
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = _default(
         VerifierSettings, "prompt_cache_size"
     )
-    """Finished sequences whose KV each model keeps, for others with the same beginning."""
+    """Finished sequences whose KV each model keeps, for others with the same prefix."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
         VerifierSettings, "prompt_cache_bytes"
     )
     """Most memory that each model may use for them."""
     prompt_cache_file: str = ""
-    """Where the target's are saved at the end and read at the start; empty: nowhere."""
+    """File in which the target's are saved at the end and read at the start; empty: none."""
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(VerifierSettings, "kv_bytes")
-    """Most memory for the target's KV of open requests; 0 is half of what is free."""
+    """Most memory for the target's KV of open requests; 0 is half of the free memory."""
     prefill: Prefill = "mlx"
-    """Who computes prompts: the target itself, or its converted form where that is faster."""
+    """Prefill by the target itself, or by its converted form where that is faster."""
     metal_kernels: MetalKernels = "auto"
-    """Kernels for the few rows of a verification on Apple's GPUs: where they are faster, wherever
-    they are right, or never."""
+    """Kernels for the few rows of a verification on Apple's GPUs: where they are faster,
+    wherever they are correct, or never.
+    """
     cpu_activations: CpuActivations = "int8"
-    """What a quantised target's weights are multiplied with on a CPU: activations rounded to eight
-    bits, or floats, as mlx-lm does."""
+    """Activations that multiply a quantised target's weights on a CPU: rounded to eight bits, or
+    floats, as in mlx-lm.
+    """
     target_device: Device = ""
     draft_device: Device = ""
     target_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -104,7 +106,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     hosts: str = ""
     """Machines that it is spread over: a file in the format of `mlx.launch`."""
     backend: str = ""
-    """How the ranks exchange arrays; empty: as the hosts file says, else nccl or ring."""
+    """Communication between ranks; empty: the hosts file's, else nccl or ring."""
     split: str = ""
     """Pipelined: layers per rank, as in 20,12; auto: by memory and speed, measured on each."""
     rank_python: str = ""
@@ -116,58 +118,60 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_prompt_tokens"
     )
-    """Longest prompt that is taken; 0 means whatever the context holds."""
+    """Longest accepted prompt; 0 means the context length."""
     max_prompt_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_prompt_bytes"
     )
-    """The same in bytes of text, checked before it is tokenised; 0 is no limit."""
+    """Longest accepted prompt in bytes of text, checked before tokenisation; 0 is unlimited."""
     prompt_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
         OrchestratorSettings, "prompt_timeout_s"
     )
-    """Longest time that rendering and tokenising a prompt may take."""
+    """Time limit for rendering and tokenising a prompt."""
     prompt_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "prompt_memory_bytes"
     )
-    """Memory that this may take (Linux); 0 is no limit."""
+    """Memory limit for that (Linux); 0 is unlimited."""
     parse_special: bool = _default(OrchestratorSettings, "parse_special")
-    """Whether special tokens in the text of messages are read as such, so that whoever wrote a
-    message can end a turn and begin another."""
+    """Parse special tokens in the text of messages, so that the author of a message can end a
+    turn and begin another.
+    """
     max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_stop_strings"
     )
     max_stop_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_stop_bytes"
     )
-    """Of one stop string; 0 is no limit, as above."""
+    """Longest stop string; 0 is unlimited."""
     max_deaths: Annotated[int, msgspec.Meta(ge=1)] = _default(OrchestratorSettings, "max_deaths")
-    """How often a process may die while it works on a request before that request is ended."""
+    """Deaths of a process while it works on a request after which that request is ended."""
     http: bool = False
-    """Whether a gateway answers HTTP."""
+    """Start a gateway for HTTP."""
     host: str = "127.0.0.1"
-    """Where; an address that others can reach needs a key."""
+    """Listening address; a public one requires a key."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
-    """0 takes a free one."""
+    """Listening port; 0 chooses a free one."""
     api_key: str = ""
-    """What HTTP clients must know; empty lets everybody in who can reach the address."""
+    """Key of HTTP clients; empty admits every client that can reach the address."""
     allowed_hosts: str = ""
-    """Names, separated by commas, by which requests without a key may address the gateway,
-    besides those of loopback."""
+    """Host names, separated by commas, of requests without a key, besides those of loopback."""
     allowed_origins: str = ""
-    """Web pages that may use the gateway from a browser, separated by commas; * is all."""
+    """Origins of web pages that may use the gateway from a browser, separated by commas; * is
+    all.
+    """
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = _default(GatewaySettings, "max_body_bytes")
     """Largest HTTP request."""
     strict: bool = _default(GatewaySettings, "strict")
-    """Whether HTTP requests with fields that are not known here are refused."""
+    """Reject HTTP requests with unknown fields."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = _default(GatewaySettings, "rate_limit")
-    """HTTP requests for answers that an address may make in a minute; 0 is any number."""
+    """HTTP generation requests per address and minute; 0 is unlimited."""
     models: str = ""
     """`ssd serve`: several models, loaded on demand: a file with a table for each, or a folder."""
     idle_unload: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Seconds after which a model that nobody uses is unloaded; 0: never."""
+    """Idle seconds after which a model is unloaded; 0: never."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Most memory for all models together; 0: what the machine has free."""
+    """Most memory for all models together; 0: the machine's free memory."""
     preset: PresetName = "default"
-    """What HTTP requests get that do not say otherwise."""
+    """Sampling preset of HTTP requests without parameters."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
         OrchestratorSettings, "draft_timeout_s"
     )
@@ -179,11 +183,13 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     )
     """Longest wait for all processes to be ready, without 60 s for each GB of weights."""
     log_level: LogLevel = "info"
-    """What all processes write to their logs (`ssd logs`)."""
+    """Log level of all processes (`ssd logs`)."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
         OrchestratorSettings, "hang_timeout_s"
     )
-    """Silence after which a process hangs and is replaced; more if its calls take longer."""
+    """Silence after which a process counts as hung and is replaced; more if its calls take
+    longer.
+    """
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 5
     """How often a service may be restarted within `restart_window_s`."""
     restart_window_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
@@ -192,7 +198,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 DRAFTER_SETTINGS = frozenset(
     {"draft_model", "draft_command", "draft_lines", "draft_server", "draft_server_key"}
 )
-"""What names the drafter, beside its backend."""
+"""Settings that name the drafter, except its backend."""
 _OF_THE_GATEWAY = frozenset({
     "http", "host", "port", "api_key", "allowed_hosts", "allowed_origins", "max_body_bytes",
     "strict", "rate_limit", "models", "idle_unload", "memory_bytes", "preset",
@@ -200,7 +206,7 @@ _OF_THE_GATEWAY = frozenset({
 
 
 def name_settings(settings: StackSettings) -> dict[str, Any]:
-    """Those that are not as by default, by name, without what concerns HTTP alone."""
+    """Return the settings that differ from their defaults, except those of HTTP."""
     default = msgspec.structs.asdict(StackSettings())
     given = msgspec.structs.asdict(settings)
     return {
@@ -211,17 +217,17 @@ def name_settings(settings: StackSettings) -> dict[str, Any]:
 
 
 def stack_settings(flags: dict[str, Any]) -> StackSettings:
-    """The settings in force; `flags` holds what was given on the command line.
+    """Return the effective settings; `flags` holds those of the command line.
 
     Raises:
-        UsageError: a key is unknown or a value has the wrong type, naming where it stands.
+        UsageError: a key is unknown or a value has the wrong type, with its location.
     """
     merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **flags}
     return _convert(merged, "the settings")
 
 
 def check_numbers(settings: StackSettings) -> None:
-    """Raises UsageError for a number that processes cannot be told: it is infinite or huge."""
+    """Raise UsageError for a number that processes cannot receive: infinite or huge."""
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not -_HUGE < value < _HUGE:

@@ -1,1 +1,1 @@
-"""A running stack: the supervisor, its children, its folder, and those who look at it."""
+"""A running stack: the supervisor, its children, its folder, and its observers."""

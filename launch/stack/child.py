@@ -1,4 +1,4 @@
-"""One child process: started by module name, tied to us by a lifeline, logged to a file."""
+"""A child process: started by module name, bound to us by a lifeline, logged to a file."""
 
 import contextlib
 import os
@@ -27,12 +27,12 @@ _SILENT = "; it has not said Hello: does it speak the line protocol (--draft-lin
 class Child:
     """A child of the supervisor.
 
-    The child inherits the read end of a pipe whose write end only we hold. When we die,
-    however we die, the pipe closes and the child ends itself.
+    The child inherits the read end of a pipe whose write end only we hold. However we die, the pipe
+    closes and the child ends itself.
     """
 
     hint = ""
-    """What may be wrong if it takes long to start."""
+    """Possible cause of a long start."""
 
     def __init__(self, role: str, module: str, settings: ChildSettings, log: Path) -> None:
         self.role = role
@@ -43,7 +43,7 @@ class Child:
         self._shutdown_s = settings.shutdown_timeout_s
         command = [*module_command(module), encode_settings(settings)]
         with log.open("ab") as output:
-            self._log_start = output.tell()  # before it are the words of others
+            self._log_start = output.tell()  # its own errors follow
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -51,12 +51,12 @@ class Child:
                 stderr=output,
                 pass_fds=settings.descriptors,
                 env=environment_for(settings),
-                start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
+                start_new_session=True,  # Ctrl-C is for the supervisor only
             )
 
     @property
     def pid(self) -> int:
-        """Number of the child process."""
+        """Process id of the child."""
         return self.process.pid
 
     @property
@@ -65,7 +65,7 @@ class Child:
         return self.process.poll()
 
     def last_words(self) -> str:
-        """Why it ended: our reason, the error sentence it left, or its exit status."""
+        """Return why it ended: our reason, its error sentence, or its exit status."""
         if self._killed_because:
             return self._killed_because
         with contextlib.suppress(OSError):
@@ -78,18 +78,18 @@ class Child:
         return f"the {self.role} ended with exit code {code}"
 
     def kill(self, reason: str) -> None:
-        """End it at once, because it would not end by itself; `reason` becomes its last words."""
+        """Kill it, because it would not end by itself; `reason` is reported as its end."""
         self._killed_because = reason
         self._kill()
 
     def kill_group(self) -> None:
-        """End what it left behind: a process of its own that is stopped does not end by itself."""
-        # Nobody is left, or only what is being reaped (macOS).
+        """Kill its remaining processes: stopped ones do not end by themselves."""
+        # No process is left, or only zombies (macOS).
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def ask_to_end(self) -> None:
-        """First rung of the ladder: SIGTERM."""
+        """Request the end by SIGTERM."""
         if self.exit_code is None:
             self.process.terminate()
 
@@ -105,18 +105,19 @@ class Child:
     def _kill(self) -> None:
         self.process.kill()
         self.kill_group()
-        # The system may take long to take back its memory; others must not be left for that.
+        # The system may take long to reclaim its memory; the other children must not wait.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_S)
 
 
 _ONE_GRAPH = {"MLX_MAX_MB_PER_BUFFER": "1000000", "MLX_MAX_OPS_PER_BUFFER": "100000"}
-"""One CUDA graph for each pass. CUDA instantiates one only when the device is idle: in the middle
-of a pass whose first kernel waits for the host, that is when this kernel gives up."""
+"""One CUDA graph for each pass. CUDA instantiates a graph only when the device is idle: in the
+middle of a pass whose first kernel waits for the host, that is when this kernel gives up.
+"""
 
 
 def environment_for(settings: ChildSettings) -> dict[str, str]:
-    """Which GPUs there are is settled before its first line."""
+    """Return the child's environment, which determines the visible GPUs."""
     device = settings.device if isinstance(settings, ServiceSettings) else ""
     if not isinstance(settings, VerifierSettings):
         return child_environment(device)
@@ -126,7 +127,7 @@ def environment_for(settings: ChildSettings) -> dict[str, str]:
 
 
 def end_all(children: Collection[Child]) -> None:
-    """End these children in an orderly way, all at the same time."""
+    """End these children in an orderly way, concurrently."""
     for child in children:
         child.ask_to_end()
     for child in children:
@@ -134,7 +135,7 @@ def end_all(children: Collection[Child]) -> None:
 
 
 def kill_all(children: Collection[Child]) -> None:
-    """End them at once; whoever waits for them goes on."""
+    """Kill these children; any waiting thread continues."""
     for child in children:
         child.process.kill()
         child.kill_group()
@@ -148,10 +149,10 @@ class RestartBudget:
         self._window_s = window_s
         self._times: deque[float] = deque()
         self.used = 0
-        """Restarts so far, ever."""
+        """Number of restarts so far."""
 
     def spend(self, now: float) -> bool:
-        """Take one restart; False if the budget is spent."""
+        """Take one restart; return False if the budget is spent."""
         while self._times and now - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._restarts:
@@ -162,15 +163,15 @@ class RestartBudget:
 
 
 class Lifeline:
-    """The pipe that ties all children of one supervisor to its life."""
+    """The pipe that binds all children to the life of one supervisor."""
 
     def __init__(self) -> None:
         self.child_end, self._own_end = os.pipe()
         self._open = True
 
     def close(self) -> None:
-        """Let go: children that still run end themselves; safe to call twice."""
+        """Close the pipe: running children end themselves; safe to call twice."""
         if self._open:
-            self._open = False  # the numbers are soon those of other files
+            self._open = False  # the descriptors may be reused
             os.close(self.child_end)
             os.close(self._own_end)

@@ -1,4 +1,4 @@
-"""Talking to the supervisor of a running stack, or to a server of several models."""
+"""Commands to the supervisor of a running stack, or to a server of several models."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -42,7 +42,7 @@ def ask_supervisor(
 
     Raises:
         UsageError: there is no such stack.
-        RuntimeFailure: the supervisor refused, with its reason.
+        RuntimeFailure: the supervisor rejected it, with the reason.
         DeadlineExceeded: it did not answer in time.
     """
     decoder: Decoder[FromSupervisor] = Decoder(FromSupervisor)
@@ -53,7 +53,7 @@ def ask_supervisor(
 
 
 def list_models(name: str, timeout_s: float) -> list[ModelStatus]:
-    """The models of the server `name`; errors as for `ask_supervisor`."""
+    """Return the models of the server `name`; errors as for `ask_supervisor`."""
     decoder: Decoder[FromModelServer] = Decoder(FromModelServer)
     reply = _ask(name, ModelsRequest(), decoder, timeout_s)
     return reply.models if isinstance(reply, Models) else []

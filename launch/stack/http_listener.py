@@ -1,4 +1,4 @@
-"""The listening socket of the HTTP gateway, and whether the address may be used at all."""
+"""The listening socket of the HTTP gateway, and the check of its address."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ _BACKLOG = 512
 
 
 class HttpListener(Closeable):
-    """Listens as long as the stack lives; gateways come and go behind it.
+    """Listens as long as the stack lives; gateways are replaced behind it.
 
     Raises:
         UsageError: the address is taken or unknown, or it is public and there is no key.
@@ -32,7 +32,7 @@ class HttpListener(Closeable):
             )
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            # `localhost` is often both; most clients mean the older one.
+            # `localhost` is often both; most clients mean IPv4.
             family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -51,13 +51,13 @@ class HttpListener(Closeable):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the address."""
         port = self._open.getsockname()[1]
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{port}"
 
     def answers(self, timeout_s: float) -> bool:
-        """Return whether a gateway has taken its place behind the door."""
+        """Return True if a gateway answers on the socket."""
         host, port = self._open.getsockname()[:2]
         connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         with contextlib.closing(connection):
@@ -81,7 +81,7 @@ class HttpListener(Closeable):
 
 
 def write_key(folder: Path, key: str) -> str:
-    """Put the API key where only the gateway finds it; returns the file, or "" without a key."""
+    """Write the API key to a file for the gateway; return the file, or "" without a key."""
     if not key:
         return ""
     path = folder / "api-key"

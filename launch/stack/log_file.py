@@ -1,4 +1,4 @@
-"""The logs of a stack's processes: files of structured lines, read while they grow."""
+"""Logs of a stack's processes: files of structured lines, read while they grow."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class LogFile:
-    """One process's log, read on from where the last reading ended."""
+    """One process's log, read from the end of the last reading."""
 
     def __init__(self, path: Path) -> None:
         self.role = path.stem
@@ -16,7 +16,9 @@ class LogFile:
         self._time = 0.0
 
     def read_new(self) -> list[tuple[float, str]]:
-        """Complete lines that were added, with their times; others take that of the line before."""
+        """Return new complete lines with their times; lines without one take the previous
+        line's.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -34,7 +36,7 @@ class LogFile:
 
 
 def parse_line(line: str) -> dict[str, object]:
-    """The fields of a structured line; an empty dict for any other."""
+    """Return the fields of a structured line; an empty dict for any other."""
     try:
         fields = json.loads(line)
     except ValueError:
@@ -43,7 +45,7 @@ def parse_line(line: str) -> dict[str, object]:
 
 
 def format_line(role: str, line: str) -> str:
-    """A line for people: time, role, level, ids, message."""
+    """Format a line for users: time, role, level, ids, message."""
     fields = parse_line(line)
     if not fields:
         return f"{'':12} {role:12} {line}"

@@ -1,4 +1,4 @@
-"""The supervisor's connection to the orchestrator, whose faults are never the supervisor's."""
+"""The supervisor's connection to the orchestrator, isolated from its faults."""
 
 from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure
@@ -7,10 +7,10 @@ from protocol.process.closeable import Closeable
 
 
 class OrchestratorLink(Closeable):
-    """Sends and asks without raising: an orchestrator that does not read is to be replaced.
+    """Sends and asks without raising: an orchestrator that does not read must be replaced.
 
-    A message that cannot be sent is lost, and the connection begins anew with an empty queue. What
-    still counts is repeated to a new orchestrator.
+    A message that cannot be sent is lost, and the connection restarts with an empty queue. Messages
+    that remain relevant are repeated to a new orchestrator.
     """
 
     def __init__(self, address: str) -> None:
@@ -19,19 +19,19 @@ class OrchestratorLink(Closeable):
         self._failure = ""
 
     def take_failure(self) -> str:
-        """Why the orchestrator must be replaced, once; empty if all is well."""
+        """Return once why the orchestrator must be replaced; empty if all is well."""
         failure, self._failure = self._failure, ""
         return failure
 
     def request_status(self) -> None:
-        """Ask without waiting; `poll_status` picks the answer up."""
+        """Ask without waiting; `poll_status` returns the answer."""
         try:
             self._client.request_status()
         except RuntimeFailure as error:
             self._renew(error)
 
     def poll_status(self) -> Status | None:
-        """The latest status that has arrived."""
+        """Return the latest status that has arrived."""
         try:
             return self._client.poll_status()
         except RuntimeFailure as error:
@@ -39,7 +39,7 @@ class OrchestratorLink(Closeable):
             return None
 
     def await_status(self, timeout_s: float) -> Status | None:
-        """The status, unless the orchestrator is busy or not there."""
+        """Return the status, unless the orchestrator is busy or absent."""
         try:
             return self._client.status(timeout_s)
         except DeadlineExceeded:
@@ -49,7 +49,7 @@ class OrchestratorLink(Closeable):
             return None
 
     def report_service_down(self, message: ServiceDown) -> None:
-        """A process ended."""
+        """Report that a process ended."""
         try:
             self._client.report_service_down(message)
         except RuntimeFailure as error:

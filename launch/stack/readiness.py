@@ -1,4 +1,4 @@
-"""Waiting for the first processes of a stack."""
+"""Waits for the first processes of a stack."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +19,7 @@ TICK_S = 0.05
 _STATUS_TIMEOUT_S = 0.5
 _REPORT_EVERY_S = 10.0
 _OPTIONAL_TIMEOUT_S = 5.0
-"""A drafter on another machine may not be there: the stack starts without it after this long."""
+"""A drafter on another machine may be absent: the stack starts without it after this time."""
 
 _LOAD_S_PER_GB = 60.0
 """Of weights: on a busy machine they are read from a slow disk, converted, and measured."""
@@ -48,7 +48,7 @@ def await_ready(
     optional: frozenset[str],
     ended: Callable[[], bool],
 ) -> set[str]:
-    """Wait until all processes are ready; returns those of `optional` that are not.
+    """Wait until all processes are ready; return those of `optional` that are not.
 
     Raises:
         ModelError, UsageError: a child could not start, with its reason.
@@ -95,18 +95,18 @@ def await_drafter(
     meanwhile: Callable[[], None],
     ended: Callable[[], bool],
 ) -> None:
-    """Wait until the orchestrator knows this drafter; it hears if `old` ends before that.
+    """Wait until the orchestrator knows this drafter; tell it if `old` ends before that.
 
     Args:
         child: the new drafter.
-        old: the one whose place it takes, if there is one.
-        link: to the orchestrator.
-        timeout_s: how long to wait.
-        meanwhile: is done again and again.
-        ended: whether the stack has ended, so that nobody needs a drafter any more.
+        old: the drafter that it replaces, if there is one.
+        link: connection to the orchestrator.
+        timeout_s: longest wait.
+        meanwhile: called repeatedly.
+        ended: returns True if the stack has ended, so that no drafter is needed.
 
     Raises:
-        SsdError: it ended, with its reason, or was not ready in time.
+        SsdError: the drafter ended, with its reason, or was not ready in time.
     """
     told = False
     for _ in _looks([child], Deadline(timeout_s), {"new drafter"}):
@@ -115,7 +115,7 @@ def await_drafter(
         meanwhile()
         if (
             not told and old is not None and old.exit_code is not None
-        ):  # else requests would wait for its drafts
+        ):  # otherwise requests would wait for its drafts
             told = True
             reason = old.last_words()
             link.report_service_down(
@@ -132,7 +132,7 @@ def _looks(
     missing: Collection[str],
     ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Look after look, until the caller has seen enough; raises once waiting is useless."""
+    """Yield for each check, until the caller is done; raise once waiting is useless."""
     while True:
         if ended():
             raise RuntimeFailure("the stack was stopped before it was ready")
@@ -157,7 +157,7 @@ def _may_start_without(
 
 
 def _raise_if_dead(needed: list[Child]) -> None:
-    """While starting, a child's end is the end of it all; the first cause is what counts."""
+    """Raise if a child has ended during the start; the first cause counts."""
     for child in needed:
         if child.exit_code is not None:
             kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)

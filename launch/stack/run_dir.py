@@ -1,7 +1,7 @@
 """Run directories: the private folder of a stack's sockets, logs and description.
 
-`BASE/NAME/` is 0700 and owned by the user. `stack.json` in it says whose it is; a folder
-whose owner is dead is swept when another stack starts.
+`BASE/NAME/` is 0700 and owned by the user. `stack.json` in it names its owner; the folder of a dead
+owner is removed when another stack starts.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from protocol.transport.address import ipc_address
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"
-_CLOCK_SLACK_S = 2.0  # a correction of the system clock moves creation times a little
+_CLOCK_SLACK_S = 2.0  # a correction of the system clock shifts creation times a little
 
 
 class Description(msgspec.Struct, frozen=True):
     """Contents of `stack.json` of a running stack."""
 
     pid: int
-    """Of the supervisor."""
+    """Process id of the supervisor."""
     started: float
-    """Creation time of that process: a pid alone may be somebody else's by now."""
+    """Creation time of that process: the pid alone may have been reused."""
     model: str
-    """Empty for a server of several models, which have stacks of their own."""
+    """Empty for a server of several models, which have separate stacks."""
     draft_model: str
     adapter: str = ""
     """Folder of the target's adapter."""
     settings: dict[str, Any] = {}
-    """Those that are not as by default, by name."""
+    """Settings that differ from their defaults, by name."""
 
 
 class RunDir:
@@ -51,32 +51,32 @@ class RunDir:
 
     @property
     def services_address(self) -> str:
-        """Where services connect."""
+        """Address for services."""
         return ipc_address(str(self.path / "services.sock"))
 
     @property
     def clients_address(self) -> str:
-        """Where clients connect."""
+        """Address for clients."""
         return ipc_address(str(self.path / "clients.sock"))
 
     @property
     def control_address(self) -> str:
-        """Where the supervisor takes commands."""
+        """Address of the supervisor's command socket."""
         return ipc_address(str(self.path / "control.sock"))
 
     def idle_flag(self, role: str) -> Path:
-        """Where a service says that it has nothing to do."""
+        """Return the file in which a service reports that it is idle."""
         return self.path / f"{role}-idle"
 
     def log(self, role: str) -> Path:
-        """The log of a process."""
+        """Return the log of a process."""
         return self.path / f"{role}.log"
 
     def create(self) -> None:
-        """Make the folder, private to this user.
+        """Create the folder, private to this user.
 
         Raises:
-            RuntimeFailure: a living stack of this name has it, or it is not safely ours.
+            RuntimeFailure: a running stack of this name owns it, or it is not private.
         """
         base = run_base()
         with contextlib.suppress(FileExistsError):
@@ -99,26 +99,26 @@ class RunDir:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Make the stack known to clients; call when it is ready."""
+        """Publish the stack to clients; call when it is ready."""
         started = psutil.Process(pid).create_time()
         description = Description(pid, started, model, draft_model, adapter, settings or {})
         write_atomically(self.path / _DESCRIPTION, msgspec.json.encode(description))
 
     def note(self, pids: list[int]) -> None:
-        """Write down the stack's processes, for whoever finds the folder without its owner."""
+        """Record the stack's processes, for the removal of an abandoned folder."""
         record_children(self.path, pids)
 
     def restore(self, pid: int) -> None:
-        """Make the folder anew after somebody else deleted it; it is to be described again."""
+        """Recreate the folder after it was deleted; `describe` must be called again."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True, mode=0o700)
         claim(self.path, pid)
 
     def running(self) -> Description | None:
-        """The stack that lives here, if it does.
+        """Return the stack that runs here, if any.
 
         Raises:
-            RuntimeFailure: others can get at the folder, so it may be a trap.
+            RuntimeFailure: other users can access the folder, so it may be a trap.
         """
         if not run_base().exists():
             return None
@@ -131,12 +131,12 @@ class RunDir:
         return description if _alive(description.pid, description.started) else None
 
     def remove(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Delete the folder with all its content."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def claim(path: Path, pid: int) -> None:
-    """Note who is starting a stack in `path`, so that a sweep spares it."""
+    """Record who is starting a stack in `path`, so that a sweep spares it."""
     (path / "owner").write_text(f"{pid} {psutil.Process(pid).create_time()}", encoding="utf-8")
 
 
@@ -164,10 +164,11 @@ def _alive(pid: int, started: float) -> bool:
 
 
 def check_private(base: Path) -> None:
-    """Refuse a run folder that others can read, enter or exchange for another.
+    """Reject a run folder that other users can read, enter or replace.
 
     Raises:
-        RuntimeFailure: it is a link, not ours, or open, or a folder above it lets others in.
+        RuntimeFailure: it is a link, not ours, or open, or a parent folder is writable by
+            others.
     """
     info = base.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != _own_uid() or info.st_mode & 0o077:

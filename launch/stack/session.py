@@ -1,4 +1,4 @@
-"""A client session: attach to the running stack if it fits, else start a private one."""
+"""A client session: attach to a suitable running stack, or start a private one."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from protocol.errors import DeadlineExceeded
 
 @contextlib.contextmanager
 def session(settings: StackSettings, name: str, report: Report) -> Iterator[Client]:
-    """A client of the stack `name` if it runs the wanted models, else of a private stack.
+    """Yield a client of the stack `name` if it runs these models, else of a private stack.
 
     Raises:
         SsdError: the stack cannot be started (see `Supervisor.start`).
@@ -37,7 +37,7 @@ def session(settings: StackSettings, name: str, report: Report) -> Iterator[Clie
 
 @contextlib.contextmanager
 def private_stack(settings: StackSettings, report: Report) -> Iterator[Supervisor]:
-    """A stack of one's own, stopped at the end."""
+    """Yield a private stack, stopped at the end."""
     name = f"private-{os.getpid()}-{secrets.token_hex(2)}"
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), report)
     try:
@@ -48,7 +48,7 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 
 
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
-    """Return whether a living stack runs what is wanted; says what it does not."""
+    """Return True if a running stack matches the settings; report the differences."""
     running = run_dir.running()
     if running is None or not running.model:
         return False
@@ -64,9 +64,9 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
 
 
 def find_differences(running: Description, wanted: StackSettings) -> list[str]:
-    """Names of the settings that are wanted otherwise than a stack has them.
+    """Return the names of explicit settings that a stack does not match.
 
-    What is as by default is not wanted in particular.
+    Settings with default values match any stack.
     """
     named = name_settings(wanted) | {"adapter_path": adapter_folder(wanted)}
     if wanted.model:

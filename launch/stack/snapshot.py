@@ -1,4 +1,4 @@
-"""State of a running stack, asked of its supervisor, its orchestrator and the system."""
+"""The state of a running stack, from its supervisor, its orchestrator and the system."""
 
 import time
 from typing import Literal
@@ -15,11 +15,11 @@ from protocol.process.closeable import Closeable
 
 _ANSWER_S = 2.0
 _SETTLE_S = 0.2
-"""What the first measurement of CPU use is about."""
+"""Interval of the first measurement of CPU use."""
 
 
 class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the stack, as its supervisor and the system see it."""
+    """One process of the stack, as reported by its supervisor and the system."""
 
     role: str
     pid: int
@@ -30,9 +30,9 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     device: str
     memory_bytes: int
-    """Resident; what processes share is counted in each."""
+    """Resident memory; shared memory is counted in each process."""
     cpu_percent: float
-    """Since the last look; 100 is one core."""
+    """CPU use since the last observation; 100 is one core."""
     uptime_s: float
 
 
@@ -46,15 +46,15 @@ class StackSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[ProcessFigures]
     free_memory_bytes: int
     status: Status | None
-    """What the orchestrator says; None if it does not answer."""
+    """The orchestrator's status; None if it does not answer."""
     problems: list[str]
-    """Who did not answer, and why."""
+    """Processes that did not answer, and why."""
     models: list[ModelStatus] = []
-    """Of a server of several models; each that is loaded has a stack of its own."""
+    """Models of a server of several models; each loaded one has a separate stack."""
 
 
 class StackObserver(Closeable):
-    """Looks at the stack `name` again and again.
+    """Observes the stack `name` repeatedly.
 
     Raises:
         UsageError: no such stack is running.
@@ -71,13 +71,13 @@ class StackObserver(Closeable):
         self._client = Client(self._run_dir.clients_address)
 
     def first(self) -> StackSnapshot:
-        """A picture whose CPU use is that of a moment; the system counts between two looks."""
+        """Return a first snapshot with a short CPU measurement between two observations."""
         self.look()
         time.sleep(_SETTLE_S)
         return self.look()
 
     def look(self) -> StackSnapshot:
-        """Return the present state; raise RuntimeFailure once the stack has ended."""
+        """Return the current state; raise RuntimeFailure once the stack has ended."""
         if (description := self._run_dir.running()) is None:
             raise RuntimeFailure(f"the stack {self._name!r} has ended")
         self._description = description

@@ -1,4 +1,4 @@
-"""Starting each process of a stack with its settings, and describing it."""
+"""Starts each process of a stack with its settings, and describes it."""
 
 from pathlib import Path
 
@@ -87,9 +87,9 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
 
 
 def _shares_no_gpu(settings: StackSettings, pair: Pair) -> bool:
-    """Return whether the target computes on CUDA, and its first drafter on another card.
+    """Return True if the target computes on CUDA, and its first drafter on another card.
 
-    A drafter that is swapped in later, or another target of `ssd serve`, may be there all the same:
+    A drafter that is swapped in later, or another target of `ssd serve`, may still share the card:
     then each has to wait for the other at times.
     """
     if not has_cuda() or computes_on_cpu(settings.target_device) or pair.backend == "stdio":
@@ -103,13 +103,15 @@ def _shares_no_gpu(settings: StackSettings, pair: Pair) -> bool:
 
 
 def _card(device: Device) -> int | None:
-    """Which GPU this is; None if it is not said: CUDA's first one is the fastest."""
+    """Return the number of this GPU; None if unspecified: CUDA's first one is the fastest."""
     kind, _, number = device.partition(":")
     return int(number) if kind == "cuda" else None
 
 
 def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) -> str:
-    """Where this service says that its cores are free; empty if nobody could use them."""
+    """Return the file in which this service reports idle cores; empty if no process could use
+    them.
+    """
     cores = share_cores(pair.backend)
     drafts_here = pair.backend != "remote" and (
         pair.backend not in {"mlx", "head"} or computes_on_cpu(settings.draft_device)
@@ -119,7 +121,7 @@ def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) 
 
 
 def _rank_group(settings: StackSettings, cores: list[int]) -> RankGroupSettings | None:
-    """The ranks of the target, if it is spread; errors as for `launch.settings.ranks`."""
+    """Return the ranks of the target, if it is spread; errors as for `launch.settings.ranks`."""
     if settings.target_ranks == 1 and not (settings.hosts or settings.split or settings.backend):
         return None
     from launch.settings.ranks import rank_group  # noqa: PLC0415  # only with ranks
@@ -132,7 +134,7 @@ def _absolute(file: str) -> str:
 
 
 def _prefill_model(settings: StackSettings, pair: Pair) -> str:
-    """The converted target, if prompts are to go through it; raises ModelError without one."""
+    """Return the converted target, if it computes prompts; raise ModelError without one."""
     return "" if settings.prefill == "mlx" else str(require_converted(Path(pair.model)))
 
 
@@ -164,21 +166,21 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         prefill_step_size=settings.prefill_step_size,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
-        # Other backends have no device to choose; one may have been swapped in.
+        # Other backends have no choice of device; one may have been swapped in.
         device=settings.draft_device if pair.backend in {"mlx", "head"} else "",
     )
     return Child("drafter", "services.drafter.main", told, run_dir.log("drafter"))
 
 
 def preset_sampling(settings: StackSettings, pair: Pair | None = None) -> Sampling:
-    """Return the sampling of HTTP requests that name none, for a model if one is given."""
+    """Return the default sampling of HTTP requests, for a model if specified."""
     asks = pair is not None and settings.preset == "default"
     recommended = read_model_sampling(pair.model) if pair is not None and asks else {}
     return Sampling(**{**recommended, **get_preset(settings.preset).sampling})
 
 
 def name_model(settings: StackSettings, pair: Pair, run_dir: RunDir) -> GatewayModel:
-    """The model of a stack, as its gateway offers it."""
+    """Return the model of a stack, as its gateway offers it."""
     called = [Path(pair.model).name, settings.model, pair.model, "default", "default_model"]
     return GatewayModel(
         names=[name for name in dict.fromkeys(called) if name],
@@ -203,7 +205,7 @@ def start_gateway(
         models=models,
         model_server=model_server,
         load_timeout_s=3 * settings.start_timeout_s,
-        # A stack's folder goes with its orchestrator.
+        # A stack's folder is removed by its orchestrator.
         run_dir=str(run_dir.path) if model_server else "",
         listener=listener.listener,
         hosts=[settings.host, *_list_words(settings.allowed_hosts)],
@@ -220,14 +222,14 @@ def start_gateway(
 
 
 def describe_gateway(child: Child) -> ProcessStatus:
-    """A gateway, for people and programs."""
+    """Describe a gateway, for users and programs."""
     return ProcessStatus(
         role=child.role, pid=child.pid, backend="", model="", state="running", restarts=0
     )
 
 
 def describe_child(child: Child, settings: StackSettings, pair: Pair) -> ProcessStatus:
-    """A child that has just been started, for people and programs."""
+    """Describe a child that has just been started, for users and programs."""
     backend, model, device = {
         "orchestrator": ("", pair.model, ""),
         "verifier": ("mlx", pair.model, settings.target_device),

@@ -1,7 +1,7 @@
 """The supervisor: parent of all processes. Starts, watches, restarts, swaps and stops them.
 
-After `start` returns, a thread watches the children and serves the control socket; the
-caller's thread is free to be a client of the orchestrator.
+After `start` returns, a thread watches the children and serves the control socket; the caller's
+thread is free to be a client of the orchestrator.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from protocol.transport.channel import Hub
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-"""How soon a draft server must take a connection, or it is said that it does not."""
+"""Time for a draft server to accept a connection, before a warning."""
 
 Report = Callable[[ProcessStatus], None]
 
@@ -72,32 +72,32 @@ class Supervisor:
         self._given, self._settings = settings, allow_loading(settings, pair)
         self._pair = pair
         self._is_swapped = False
-        """Whether the drafter is another one than the settings say."""
+        """True if the drafter differs from the settings."""
         self.run_dir = run_dir
         self._report = report
         self._lifeline = Lifeline()
         self._children: dict[str, Child] = {}
         self._lost: dict[str, ServiceDown] = {}
-        """Roles whose budget is spent, and what was said of their last process."""
+        """Roles whose budget is spent, with the report on their last process."""
         self._absent: dict[str, float] = {}
-        """Roles whose next process is still to be started, and since when."""
+        """Roles whose next process is still to be started, with the time."""
         self._starting: set[str] = set()
         self._budgets = {
             role: RestartBudget(settings.restarts, settings.restart_window_s)
             for role in (*_START, "gateway")
         }
         self.listener: HttpListener | None = None
-        """Where the gateway answers, if there is one."""
+        """Listening socket of the gateway, if there is one."""
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
         self.failure: SsdError | None = None
-        """Why the stack ended by itself, if it did."""
+        """Reason why the stack ended by itself, if it did."""
         self._has_folder = False
         self._post: SupervisorPost | None = None
 
     def start(self) -> None:
-        """Start all processes and wait until they are ready; `stop` it also if that fails.
+        """Start all processes and wait until they are ready; call `stop` even if that fails.
 
         Raises:
             ModelError, UsageError: a child could not start, with its reason.
@@ -130,35 +130,37 @@ class Supervisor:
             self._report_state(role, "starting", "not there yet; until it is, decoding is plain")
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
-        # Last: who sees the description may stop us.
+        # Last: a client that sees the description may stop us.
         self._describe()
 
     def _describe(self) -> None:
         pair, named = self._pair, name_settings(self._given)
-        if self._is_swapped:  # another drafter than they say
+        if self._is_swapped:  # a drafter other than in the settings
             named = {name: value for name, value in named.items() if name not in DRAFTER_SETTINGS}
         named["draft_backend"] = pair.backend
         models = pair.model, pair.draft_model, pair.adapter
         self.run_dir.describe(os.getpid(), *models, settings=named)
 
     def _try_server(self, server: RemoteServer) -> None:
-        """In a thread of its own, for names may take long: say so if nobody is there."""
+        """Warn if the draft server is absent; in a separate thread, since name resolution may
+        take long.
+        """
         if reason := find_tcp_error(server.address, _CONNECT_S):
             self._report_state("drafter", "starting", reason)
 
     def cancel_start(self) -> None:
-        """Let a `start` in another thread fail soon; it is still to be stopped."""
+        """Make a `start` in another thread fail soon; `stop` must still be called."""
         self._stopping.set()
 
     @property
     def answering(self) -> int:
-        """Requests that are answered or wait, as far as is known."""
+        """Requests in progress or waiting, as far as is known."""
         status = self._post.watchdog.status if self._post is not None else None
         return status.active + status.waiting if status is not None else 0
 
     @property
     def pids(self) -> list[int]:
-        """Its processes."""
+        """Process ids of all processes."""
         return [child.pid for child in list(self._children.values())]
 
     def _spawn(self, role: str) -> None:
@@ -184,25 +186,25 @@ class Supervisor:
                     while received := post.control.receive():
                         peer, message = received
                         post.control.send(peer, self._handle(message, post))
-        # A stack that nobody watches is worse than none, also if it was a SystemExit.
+        # An unwatched stack is worse than none, even after a SystemExit.
         except BaseException as error:  # noqa: BLE001
             self.failure = RuntimeFailure(f"the supervisor failed: {error}")
-            with contextlib.suppress(OSError):  # nobody reads our output any more
+            with contextlib.suppress(OSError):  # our output is closed
                 traceback.print_exc()
         self._ended.set()
 
     def _tick(self, post: SupervisorPost, but: str = "") -> None:
-        """One tick; a role `but` is somebody else's matter at the moment."""
+        """Do one tick; a role `but` is handled elsewhere at the moment."""
         try:
             self._keep_reachable(post.control)
             self._reap(post, but)
         except OSError as error:
-            # The folder went in this very moment, or the system gives no process: what is
-            # missing is missing at the next look, too.
+            # The folder has just been deleted, or the system cannot create a process: the next
+            # check retries.
             _log.warning("could not look after the processes, again soon: %s", error)
 
     def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
-        """Somebody may have tidied up our folder."""
+        """Restore the folder if it was deleted."""
         if not self.run_dir.path.exists():
             self.run_dir.restore(os.getpid())
             self._describe()
@@ -225,7 +227,7 @@ class Supervisor:
         for role in [role for role in self._starting if post.watchdog.ready(self._children[role])]:
             self._starting.remove(role)
             self._report_state(role, "running")
-            if role == "orchestrator":  # a new one has not heard of what is gone for good
+            if role == "orchestrator":  # a new one does not know which services are lost
                 for lost in self._lost.values():
                     post.link.report_service_down(lost)
 
@@ -251,7 +253,7 @@ class Supervisor:
             self._absent[role] = awake_time()
 
     def _start_again(self, role: str) -> None:
-        """Raises OSError if there is no room for another process now; then it is tried again."""
+        """Start a process; raise OSError if the system cannot now, to be retried."""
         try:
             self._spawn(role)
         except OSError as error:
@@ -280,9 +282,9 @@ class Supervisor:
             return Rejected(str(error))
 
     def _swap(self, message: SwapDrafter, post: SupervisorPost) -> None:
-        """Start the new drafter beside the old one, or take it away for prompt lookup alone.
+        """Start the new drafter next to the old one, or remove it for prompt lookup alone.
 
-        The other processes are looked after meanwhile: without an orchestrator it would not end.
+        The other processes are watched meanwhile: without an orchestrator this would not end.
         """
         old, old_pair = self._children.get("drafter"), self._pair
         self._pair = old_pair.with_drafter(
@@ -325,7 +327,7 @@ class Supervisor:
         )
 
     def _restore_drafter(self, old: Child | None, reason: str, link: OrchestratorLink) -> None:
-        """Go back to the drafter before a swap that failed, or to none."""
+        """Restore the drafter from before a failed swap, or none."""
         new = self._children.pop("drafter", None)
         if old is not None:
             self._children["drafter"] = old
@@ -341,7 +343,7 @@ class Supervisor:
 
     @property
     def processes(self) -> list[ProcessStatus]:
-        """All of them, as they are now."""
+        """All processes, in their current state."""
         return [self._status_of(role, self._state_of(role)) for role in list(self._children)]
 
     def _status_of(self, role: str, state: ProcessState, note: str = "") -> ProcessStatus:
@@ -350,30 +352,30 @@ class Supervisor:
         return msgspec.structs.replace(status, state=state, note=note, restarts=restarts)
 
     def _report_state(self, role: str, state: ProcessState, note: str = "") -> None:
-        with contextlib.suppress(OSError):  # nobody reads our output any more
+        with contextlib.suppress(OSError):  # our output is closed
             self._report(self._status_of(role, state, note))
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Return only by an exception: the caller's interrupt, or the stack's own failure.
+        """Wait; return only by an exception: the caller's interrupt, or the stack's failure.
 
         Args:
-            meanwhile: called again and again until then.
+            meanwhile: called repeatedly until then.
         """
         while self.failure is None:
-            # Where `launch.signals` is not at work, one just before a wait is heard behind it.
+            # Without `launch.signals`, a signal just before a wait is handled after it.
             self._ended.wait(TICK_S)
             if meanwhile is not None:
                 meanwhile()
         raise self.failure
 
     def stop(self) -> None:
-        """Stop everything and leave nothing behind; safe to call twice."""
+        """Stop all processes and remove all files; safe to call twice."""
         self._stopping.set()
         with on_second_signal(self.kill):
             self._stop()
 
     def kill(self) -> None:
-        """End all processes at once; it is still to be stopped."""
+        """Kill all processes at once; `stop` must still be called."""
         kill_all(list(self._children.values()))
 
     def _stop(self) -> None:
@@ -394,7 +396,7 @@ def _end(child: Child) -> None:
 
 
 def _remove(child: Child, reason: str, link: OrchestratorLink, *, gone: bool) -> None:
-    """End a drafter, and tell the orchestrator, which may know it; `gone`: none takes its place."""
+    """End a drafter, and tell the orchestrator; `gone`: it is not replaced."""
     _end(child)
     down = ServiceDown(role="drafter", pid=child.pid, reason=reason, final=gone, removed=gone)
     link.report_service_down(down)

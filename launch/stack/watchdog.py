@@ -1,8 +1,8 @@
-"""Which child must be ended because it will do nothing more by itself, and why.
+"""The watchdog: finds children that must be killed because they are stuck, and why.
 
-Five cases: the system holds it (SIGSTOP), the orchestrator marked it (it hangs in a call, or
-sends invalid messages), it never became ready, or it is the orchestrator and does not answer,
-or neither reads nor writes messages as it should.
+Five cases: a child is stopped (SIGSTOP), the orchestrator marked it (it hangs in a call, or sends
+invalid messages), it never became ready, or it is the orchestrator and does not answer, or neither
+reads nor writes messages as it should.
 """
 
 import time
@@ -22,14 +22,15 @@ from protocol.transport.codec import Decoder
 
 _ASK_S = 0.25
 _FIRST_ANSWER_S = 15.0
-"""For a new orchestrator's first answer, if another has been there: it has nothing to load. Clients
-are patient for twice as long."""
+"""Time limit for a replacement orchestrator's first answer: it has nothing to load. Clients wait
+for twice as long.
+"""
 _STOPPED_S = 1.0
-"""A pause of this length is somebody's whim; a longer one is an outage."""
+"""A pause of this length is tolerated; a longer one is an outage."""
 
 
 class Watchdog(Closeable):
-    """Looks after the children of one stack, through the system and through the orchestrator."""
+    """Watches the children of one stack, through the system and through the orchestrator."""
 
     def __init__(self, clients_address: str, settings: StackSettings) -> None:
         self._link = OrchestratorLink(clients_address)
@@ -43,10 +44,10 @@ class Watchdog(Closeable):
         }
         self._asked = 0.0
         self.status: Status | None = None
-        """The orchestrator's latest."""
+        """The orchestrator's latest status."""
 
     def ready(self, child: Child) -> bool:
-        """Return whether it has shaken hands, or answered."""
+        """Return True if it has completed its handshake, or answered."""
         if self.status is None:
             return False
         if child.role == "orchestrator":
@@ -54,12 +55,12 @@ class Watchdog(Closeable):
         return child.pid in {service.pid for service in self.status.services}
 
     def look(self, children: Iterable[Child], starting: set[str]) -> dict[str, str]:
-        """The roles whose process must be ended, and why."""
+        """Return the roles whose process must be killed, and why."""
         now = time.monotonic()
         self._ask(now)
         living = {_key(child): child for child in children if child.exit_code is None}
         self._watch(self._loading, {k for k, c in living.items() if c.role in starting})
-        # A request may paralyse the next orchestrator, too, before it has answered here.
+        # A request may block the next orchestrator, too, before it has answered here.
         first_s = None if self.status is None else self._first_answer_s
         orchestrator = {k for k, c in living.items() if c.role == "orchestrator"}
         self._watch(self._answering, orchestrator, first_s)
@@ -92,7 +93,7 @@ class Watchdog(Closeable):
     def _watch(
         self, detector: HangDetector, keys: set[bytes], first_timeout_s: float | None = None
     ) -> None:
-        """Begin and end with these; who stays goes on being counted."""
+        """Watch exactly these children; those already watched keep their state."""
         seen = self._seen[detector]
         for key in keys - seen:
             detector.watch(key, first_timeout_s)
@@ -106,7 +107,7 @@ class Watchdog(Closeable):
 
 
 class SupervisorPost(Closeable):
-    """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
+    """The supervisor's sockets: one for commands, and the connection to the orchestrator."""
 
     def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
         self.control: Hub[ToSupervisor] = Hub(

@@ -29,7 +29,7 @@ Alt-Enter      a new line; so does a backslash at the end of a line
 
 
 class Chat:
-    """One conversation: reads a message, streams an answer, remembers both."""
+    """One conversation: reads a message, streams an answer, and keeps both."""
 
     def __init__(
         self, client: Client, template: Generate, *, system_prompt: str, show_draft: bool
@@ -50,7 +50,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Talk until `/quit` or the end of the input."""
+        """Chat until `/quit` or the end of the input."""
         status = self._client.status()
         console.note(f"{describe_models(status)}; /help shows the commands")
         for sentence in status.degraded:
@@ -95,7 +95,7 @@ class Chat:
         if text := "".join(pieces):
             self._messages.append(ChatMessage("assistant", text))
         else:
-            self._messages.pop()  # as if it had not been asked
+            self._messages.pop()  # as if the question had not been asked
 
     def _stream(self, pieces: list[str]) -> None:
         request = msgspec.structs.replace(
@@ -145,7 +145,7 @@ class Chat:
 
 
 def describe_models(status: Status) -> str:
-    """Which model answers, and what drafts for it."""
+    """Describe the answering model and its drafter."""
     text = Path(status.model).name
     drafter = status.drafter
     if drafter is None:
@@ -154,6 +154,6 @@ def describe_models(status: Status) -> str:
 
 
 def _unless_terminated(interrupt: KeyboardInterrupt) -> None:
-    """Ctrl-C is for the answer; a request to end is for the program."""
+    """Treat Ctrl-C as an end of the answer; re-raise a request to end the program."""
     if isinstance(interrupt, Terminated):
         raise interrupt

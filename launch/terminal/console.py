@@ -15,9 +15,9 @@ from protocol.messages import ProcessStatus, Progress
 STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan", "branch": "magenta"}
 
 FRAME_COLUMNS = 160
-"""In a file or pipe: of what fills the width that it is given."""
+"""Width in a file or pipe of elements that fill the available width."""
 _FILE_COLUMNS = 1_000_000
-"""Of a file or pipe: tables are as wide as what they hold, whatever COLUMNS says."""
+"""Width of a file or pipe: tables are as wide as their content, whatever COLUMNS says."""
 
 LEGEND = (
     "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss, "
@@ -26,12 +26,12 @@ LEGEND = (
 
 
 def stderr() -> Console:
-    """Where text for people goes when standard output belongs to machines."""
+    """Return a console on stderr, for user messages when standard output is machine-readable."""
     return _console(stderr=True)
 
 
 def stdout() -> Console:
-    """Standard output, coloured where it is a terminal."""
+    """Return a console on standard output, coloured on a terminal."""
     return _console(stderr=False)
 
 
@@ -43,15 +43,17 @@ def _console(*, stderr: bool) -> Console:
 
 
 class _Lines(Console):
-    """For those who go on when nobody reads them any more; rich ends the thread that writes."""
+    """For programs that continue after their output is closed; rich would end the writing
+    thread.
+    """
 
     def on_broken_pipe(self) -> None:
-        """Say nothing."""
+        """Ignore a closed output."""
         self.quiet = True
 
 
 def process_line(status: ProcessStatus) -> None:
-    """One line per process and change: role, pid, backend, device, model, state."""
+    """Print one line per process and change: role, pid, backend, device, model, state."""
     model = status.model.rstrip("/").rsplit("/", 1)[-1]
     fields = (
         status.role,
@@ -67,7 +69,7 @@ def process_line(status: ProcessStatus) -> None:
 
 
 def describe_state(status: ProcessStatus) -> str:
-    """A process's state in words."""
+    """Describe a process's state in words."""
     match status.state:
         case "starting":
             return status.note or "starting"
@@ -84,7 +86,7 @@ def report_trouble(status: ProcessStatus) -> None:
 
 
 class PromptProgress:
-    """How much of a long prompt is computed: a line on the terminal, gone with the first token."""
+    """Progress of a long prompt: a line on the terminal, removed with the first token."""
 
     def __init__(self) -> None:
         self._console = stderr()
@@ -92,11 +94,11 @@ class PromptProgress:
 
     @property
     def is_wanted(self) -> bool:
-        """True if anybody would see it."""
+        """True if it would be visible."""
         return self._console.is_terminal
 
     def show(self, progress: Progress) -> None:
-        """The line, or the line anew; a prompt that is computed needs none."""
+        """Show or update the line; a computed prompt needs none."""
         if progress.computed >= progress.prompt_tokens:
             return
         text = f"reading the prompt: {progress.computed} of {progress.prompt_tokens} tokens"
@@ -107,7 +109,7 @@ class PromptProgress:
             self._status.update(text)
 
     def clear(self) -> None:
-        """Take the line away; does nothing where there is none."""
+        """Remove the line, if there is one."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -117,7 +119,7 @@ class PromptProgress:
 def bytes_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show one progress bar on standard error.
 
-    Yields what moves it: what is being done, and how many bytes of how many (0: unknown).
+    Yields a callback: the current step, bytes done, and bytes in total (0: unknown).
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with ProgressBar(*columns, console=stderr(), transient=True) as bar:
@@ -130,7 +132,7 @@ def bytes_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def note(sentence: str) -> None:
-    """A sentence beside an answer, for people."""
+    """Print a sentence for users on standard error."""
     stderr().print(sentence, style="dim", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""`ssd top`'s picture of a stack, drawn. Pure: from figures to what rich can print."""
+"""The screen of `ssd top`. Pure: from figures to a rich renderable."""
 
 from collections.abc import Iterable, Sequence
 
@@ -32,7 +32,7 @@ _MODEL_STATES: dict[ModelState, str] = {
 
 
 def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> RenderableType:
-    """The whole picture; `speeds` are the last tok/s, oldest first."""
+    """Draw the whole screen; `speeds` are the last tok/s, oldest first."""
     parts: list[RenderableType] = [_head(snapshot, hint), _processes(snapshot.processes)]
     if snapshot.models:
         parts.append(_models(snapshot.models))
@@ -60,7 +60,7 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
     for name in ("process", "pid", "state", "restarts", "memory", "CPU", "up", "backend"):
         right = name in {"pid", "restarts", "memory", "CPU", "up"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    table.add_column("model", ratio=1, no_wrap=True)  # on a narrow screen it gives way
+    table.add_column("model", ratio=1, no_wrap=True)  # it yields on a narrow screen
     for p in processes:
         where = f"{p.backend} on {p.device}" if p.backend and p.device else p.backend
         table.add_row(
@@ -78,7 +78,7 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
 
 
 def _models(models: Sequence[ModelStatus]) -> RenderableType:
-    """The models of a server, and under which name to look at each."""
+    """Draw the models of a server, and the name of each one's stack."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
     for name in ("model", "state", "memory", "answering", "waiting", "look at it"):
         right = name in {"memory", "answering", "waiting"}
@@ -98,7 +98,7 @@ def _models(models: Sequence[ModelStatus]) -> RenderableType:
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
-    """The processes that the target is spread over, and the links between them."""
+    """Draw the processes that the target is spread over, and the links between them."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("host", ratio=1, no_wrap=True, min_width=8)
@@ -144,7 +144,7 @@ def _share(rate: float, part: int, whole: int) -> str:
 
 
 def format_plan(choice: PlannerState) -> str:
-    """The planner's choice in words."""
+    """Describe the planner's choice in words."""
     speeds = []
     if choice.speculative_tok_s:
         speeds.append(f"speculating {choice.speculative_tok_s:.1f} tok/s")
@@ -202,7 +202,7 @@ def _sentences(snapshot: StackSnapshot) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A line of bars, the highest value full."""
+    """Return a line of bars, the highest value full."""
     top = max(values, default=0.0)
     if top <= 0.0:
         return ""
@@ -210,14 +210,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes in the unit that people use."""
+    """Format bytes in a readable unit."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e6:.0f} MB"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -1,4 +1,4 @@
-"""`ssd demo`: the same answers decoded plainly and speculatively, and what that gained."""
+"""`ssd demo`: the same answers decoded plainly and speculatively, and the gain."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class DemoResult:
 
 
 class Demo:
-    """Answers prompts in both ways, and shows the text as it comes."""
+    """Answers prompts in both ways, and streams the text."""
 
     def __init__(self, client: Client, max_tokens: int, *, statistics: bool) -> None:
         self._client = client
@@ -114,7 +114,7 @@ def _speed(answer: DemoAnswer) -> str:
 
 
 def summarise(results: Sequence[DemoResult]) -> list[str]:
-    """Two lines: how many times as fast, and whether every token is the same."""
+    """Return two lines: the speed-up, and whether every token is the same."""
     plain_s = sum(result.plain.statistics.decode_s for result in results)
     speculative_s = sum(result.speculative.statistics.decode_s for result in results)
     each = ", ".join(f"{result.name} {result.times_as_fast:.2f}" for result in results)

@@ -5,11 +5,11 @@ from protocol.messages import Mode, Statistics
 
 _MOSTLY = 0.5
 _BASELINE_ROUNDS = 8
-"""So many plain rounds may only have measured plain decoding."""
+"""Up to this many plain rounds may only have measured plain decoding."""
 
 
 def explanation(mode: Mode, s: Statistics) -> str:
-    """One short paragraph about a finished answer."""
+    """Return a short paragraph about a finished answer."""
     if mode == "ar":
         return f"Plain decoding, as asked: {_plural(s.rounds, 'verification')} of one token each."
     layers = f"The target's layers: {s.rewinding}." if s.rewinding else ""

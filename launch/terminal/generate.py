@@ -22,21 +22,21 @@ from protocol.messages import ChatMessage, Finished, Generate, Sampling, Text, T
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer and how to show it."""
+    """Options of an answer and of its display."""
 
     template: Generate
     """The request without its messages and number."""
     system_prompt: str = ""
     is_raw: bool = False
-    """Whether prompts are texts to be continued, rather than messages."""
+    """True if prompts are texts to continue, rather than messages."""
     as_json: bool = False
     statistics: bool = False
     details: bool = False
-    """Whether the statistics are to hold those of the rounds."""
+    """Include the statistics of the rounds."""
     show_draft: bool = False
     explain: bool = False
     trace: Path | None = None
-    """Where to write who did what when."""
+    """File for the timeline."""
 
     def with_sampling(self, sampling: Sampling) -> "Options":
         """Return the same options with other sampling."""
@@ -45,16 +45,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNLIMITED = 2**31 - 1
-"""Tokens that no context holds: what `--max-tokens 0` stands for."""
+"""More tokens than any context holds: the value of `--max-tokens 0`."""
 
 
 def new_seed() -> int:
-    """A seed for sampling when the user gives none; it is reported, so runs can be repeated."""
+    """Return a random seed for a user who gives none; it is reported, so runs can be repeated."""
     return secrets.randbits(31)
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input for `-`; raises UsageError if it cannot be used."""
+    """Return the prompt, or standard input for `-`; raise UsageError if it cannot be used."""
     if prompt == "-":
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8")
@@ -80,7 +80,7 @@ def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
 
 
 def stream_with_progress(client: Client, request: Generate) -> Generator[Text | Finished]:
-    """The answer; until it begins, a line on the terminal says how much of the prompt is read."""
+    """Stream the answer; until it starts, show the progress of the prompt on the terminal."""
     line = console.PromptProgress()
     client.on_progress = line.show
     request = msgspec.structs.replace(request, progress=line.is_wanted)

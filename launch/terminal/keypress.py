@@ -1,4 +1,4 @@
-"""Single keys from a terminal, while the screen is drawn anew again and again."""
+"""Single keys from a terminal, while the screen is redrawn continuously."""
 
 import select
 import sys
@@ -20,7 +20,7 @@ class Keys(Closeable):
             tty.setcbreak(sys.stdin)
 
     def wait(self, seconds: float) -> str:
-        """The key that was pressed, after `seconds` at the latest; "" if none was."""
+        """Return the pressed key, or "" if none was within `seconds`."""
         if self._before is None:
             time.sleep(seconds)
             return ""
@@ -28,7 +28,7 @@ class Keys(Closeable):
         return sys.stdin.read(1) if ready else ""
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         if self._before is not None:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
             self._before = None

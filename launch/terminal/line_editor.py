@@ -1,4 +1,4 @@
-"""Reading what a person types: with an editor on a terminal, line by line from a pipe."""
+"""User input: with an editor on a terminal, line by line from a pipe."""
 
 import asyncio
 import contextlib
@@ -20,19 +20,19 @@ _CONTINUED = "\\"
 class LineEditor:
     """Asks for messages, with history and editing; a message may have several lines.
 
-    On a terminal Alt-Enter begins a new line, and pasted text keeps its lines; everywhere a
-    line that ends with a backslash goes on.
+    On a terminal Alt-Enter begins a new line, and pasted text keeps its lines; everywhere a line
+    that ends with a backslash continues.
     """
 
     def __init__(self) -> None:
         self._session: PromptSession[str] | None = None
         self._typed = b""
-        """What was read of a terminal and not asked for yet."""
+        """Input from a terminal that has not been requested yet."""
         if sys.stdin.isatty() and sys.stdout.isatty():
             self._session = _open_session()
 
     def ask(self, prompt: str) -> str:
-        """A message; raises EOFError at the end of the input."""
+        """Return a message; raise EOFError at the end of the input."""
         lines = [self._read(prompt)]
         while lines[-1].endswith(_CONTINUED):
             lines[-1] = lines[-1].removesuffix(_CONTINUED)
@@ -45,7 +45,7 @@ class LineEditor:
         return self._read_line(prompt) if sys.stdin.isatty() else input(prompt)
 
     def _read_line(self, prompt: str) -> str:
-        """A line of a terminal that cannot be edited on; what was typed behind it is kept."""
+        """Return a line from a terminal without editing; input after it is kept."""
         print(prompt, end="", flush=True)
         while b"\n" not in self._typed:
             typed = os.read(sys.stdin.fileno(), 4096)
@@ -57,10 +57,10 @@ class LineEditor:
 
 
 class _Question:
-    """A line that is being typed. A signal ends it in its event loop, which it would leave stuck.
+    """A line that is being typed. A signal would leave its event loop stuck, so it ends the loop.
 
     Args:
-        session: asks.
+        session: the editor.
     """
 
     def __init__(self, session: "PromptSession[str]") -> None:
@@ -69,7 +69,7 @@ class _Question:
         self._is_interrupted = False
 
     def ask(self, prompt: str) -> str:
-        """Return the line that was typed."""
+        """Return the typed line."""
         with defer(self._interrupt):
             return self._session.prompt(prompt, pre_run=self._begin, handle_sigint=False)
 
@@ -81,7 +81,7 @@ class _Question:
     def _interrupt(self) -> None:
         self._is_interrupted = True
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed: the question is over
+            with contextlib.suppress(RuntimeError):  # it is closed: the question has ended
                 self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -91,7 +91,7 @@ class _Question:
 
 
 def _open_session() -> "PromptSession[str] | None":
-    """None on a terminal that cannot move its cursor: it would be read without our hooks."""
+    """Return None on a terminal that cannot move its cursor: it would be read without our hooks."""
     # Slow to import, and needed on a terminal only.
     from prompt_toolkit import PromptSession  # noqa: PLC0415
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent  # noqa: PLC0415
@@ -110,13 +110,13 @@ def _open_session() -> "PromptSession[str] | None":
 
 @contextlib.contextmanager
 def typing_hidden() -> Iterator[None]:
-    """Inside, keys are not echoed into what is printed; they wait for the next question."""
+    """Disable echo within the block; typed keys wait for the next question."""
     if not sys.stdin.isatty():
         yield
         return
     before: list[Any] = termios.tcgetattr(sys.stdin)
     quiet = termios.tcgetattr(sys.stdin)
-    # Ctrl-C stays a signal, and does not throw away what was typed before it.
+    # Ctrl-C remains a signal, and does not discard earlier input.
     quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
     termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
     try:

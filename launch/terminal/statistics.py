@@ -1,4 +1,4 @@
-"""The statistics of an answer, as `--stats` prints them, and notes that no reader should miss."""
+"""The statistics of an answer for `--stats`, and important notes."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from protocol.client.client import Client
 from protocol.messages import Finished, Generate, Origin, Statistics
 
 DRAFTER: tuple[Origin, ...] = ("hit", "miss")
-"""Where a drafter's own tokens come from; what is looked up is not its merit."""
+"""Origins of a drafter's tokens; lookups are not its merit."""
 
 _JUST_NOW_S, _MINUTE_S = 2.0, 60.0
 
@@ -17,7 +17,7 @@ _JUST_NOW_S, _MINUTE_S = 2.0, 60.0
 def statistics_table(
     finished: Finished, tokens: int, *, memory: str = "", details: bool = False
 ) -> Table:
-    """The statistics of one answer of `tokens` tokens; with `details`, of its rounds too."""
+    """Build the statistics of one answer of `tokens` tokens; with `details`, of its rounds too."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows = list(_rows(finished, tokens))
     if memory:
@@ -30,7 +30,7 @@ def statistics_table(
 
 
 def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int]:
-    """Draft tokens of these origins: how many were accepted, and how many were verified."""
+    """Return how many draft tokens of these origins were accepted, and how many verified."""
     known = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
     return sum(one.tokens - one.rounds for one in known), sum(one.drafted for one in known)
 
@@ -46,13 +46,13 @@ def is_comparable(s: Statistics) -> bool:
 
 
 def describe_lags(offered: list[int], accepted: list[int]) -> str:
-    """The rate of acceptance at each lag, from 1, that was drafted at."""
+    """Describe the acceptance rate at each lag, from 1."""
     pairs = enumerate(zip(offered, accepted, strict=True), 1)
     return " ".join(f"{lag}: {kept / count:.2f}" for lag, (count, kept) in pairs if count)
 
 
 def describe_age(seconds: float) -> str:
-    """How long ago something was measured, in words."""
+    """Describe the age of a measurement in words."""
     if seconds < _JUST_NOW_S:
         return "just now"
     if seconds < 2 * _MINUTE_S:
@@ -61,7 +61,7 @@ def describe_age(seconds: float) -> str:
 
 
 def peak_memory(client: Client) -> str:
-    """The highest memory of the services so far, in words; empty where the system does not say."""
+    """Describe the services' peak memory; empty if the system does not report it."""
     services = sorted(client.status().services, key=lambda service: service.role, reverse=True)
     peaks = {service.role: _peak_bytes(service.pid) / 1e9 for service in services}
     if not all(peaks.values()):
@@ -71,7 +71,7 @@ def peak_memory(client: Client) -> str:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Resident memory of a process at its highest, where the system keeps it; else now's."""
+    """Return the peak resident memory of a process, or else its current one."""
     try:
         process = psutil.Process(pid)
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
@@ -144,7 +144,7 @@ def _details(s: Statistics) -> Iterator[tuple[str, str]]:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """`verify_10` after `verify_2`."""
+    """Return a sort key that puts `verify_10` after `verify_2`."""
     word, _, number = name.rpartition("_")
     return (word, int(number)) if number.isdecimal() else (name, 0)
 

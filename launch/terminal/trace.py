@@ -1,8 +1,8 @@
 """A round timeline as Chrome trace events: JSON for Perfetto or chrome://tracing.
 
-One process per track. Every slice is a complete event ("ph": "X") with its start `ts` and
-duration `dur` in microseconds of the machine's monotonic clock, and what it was about in
-`args`. Where the verifier waits between two pieces of its work, an `idle` slice says so.
+One process per track. Every slice is a complete event ("ph": "X") with its start `ts` and duration
+`dur` in microseconds of the machine's monotonic clock, and details in `args`. Gaps between the
+verifier's work are `idle` slices.
 """
 
 import json
@@ -18,7 +18,7 @@ TRACKS: tuple[Track, ...] = get_args(Track)
 
 
 def write_trace(path: Path, slices: Iterable[TraceEvent]) -> None:
-    """Write the slices; raises UsageError if the file cannot be written."""
+    """Write the slices; raise UsageError if the file cannot be written."""
     try:
         path.write_text(json.dumps({"traceEvents": list(_events(slices))}), encoding="utf-8")
     except OSError as error:
@@ -43,7 +43,7 @@ def _events(slices: Iterable[TraceEvent]) -> Iterator[dict[str, Any]]:
 
 
 def _idle(work: list[TraceEvent]) -> Iterator[TraceEvent]:
-    """The gaps between the verifier's pieces of work."""
+    """Yield the gaps in the verifier's work."""
     for before, after in pairwise(work):
         start = before.start_us + before.duration_us
         if after.start_us > start:

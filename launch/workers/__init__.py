@@ -1,1 +1,1 @@
-"""Helper processes as those who start them see them."""
+"""Clients of helper processes."""

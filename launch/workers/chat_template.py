@@ -1,4 +1,4 @@
-"""How a target's conversations look as tokens: what `ssd distill` samples between."""
+"""The token form of a target's conversations, between whose parts `ssd distill` samples."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from protocol.jobs.distill import TokenPrompt
 from protocol.messages import ChatMessage, Tokens
 
 _PROBES = ("Why", "go", "7")
-"""Words that differ in every token: what their conversations share is the template."""
+"""Words that differ in every token: the common part of their conversations is the template."""
 
 
 class Form(NamedTuple):
@@ -21,14 +21,14 @@ class Form(NamedTuple):
 
     opening: Tokens
     turn: Tokens
-    """Empty if the model knows no conversations; texts then start at `opening`."""
+    """Empty if the model has no chat template; texts then start at `opening`."""
 
 
 def form_of(tokenizer: TargetTokenizer) -> Form:
-    """The form of a model's conversations.
+    """Return the form of a model's conversations.
 
     Raises:
-        UsageError: the model has neither a chat template nor a token that texts begin with.
+        UsageError: the model has neither a chat template nor a token that begins texts.
     """
     if not tokenizer.has_template:
         if tokenizer.bos_id is None:
@@ -50,10 +50,10 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
 
 
 def tokenise(source: Path, tokenizer: TargetTokenizer, destination: Path) -> None:
-    """Put the prompts of a JSONL file through the chat template, one `TokenPrompt` a line.
+    """Apply the chat template to the prompts of a JSONL file, one `TokenPrompt` a line.
 
     Raises:
-        UsageError: the file cannot be read, or a line does not hold a prompt.
+        UsageError: the file cannot be read, or a line is not a prompt.
     """
     encoded = []
     for prompt in read_prompts(source):

@@ -1,4 +1,4 @@
-"""Probes of CoreML: one at a time, or two that begin together."""
+"""Probes of CoreML: one at a time, or two that start together."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ _TIMEOUT_S = 1800.0
 
 
 class ProbeWorker(JsonWorker):
-    """One measurement in a process of its own: drivers hang and crash."""
+    """One measurement in a separate process: drivers hang and crash."""
 
     def __init__(self, lifeline: Lifeline, **settings: Any) -> None:
         self.settings = ProbeSettings(lifeline=lifeline.child_end, **settings)
@@ -23,7 +23,7 @@ class ProbeWorker(JsonWorker):
         super().__init__("probe", "services.coreml.probe", self.settings, descriptors=barrier)
 
     def measure(self) -> ProbeResult:
-        """Return what it measured; if it died or hung, a `ProbeResult` with the reason."""
+        """Return the result; if the process died or hung, a `ProbeResult` with the reason."""
         try:
             return self.result(ProbeResult, _TIMEOUT_S)
         except SsdError as error:
@@ -33,7 +33,7 @@ class ProbeWorker(JsonWorker):
 
 @contextlib.contextmanager
 def open_probes(lifeline: Lifeline, *settings: dict[str, Any]) -> Iterator[list[ProbeWorker]]:
-    """Loops that begin when all of them are ready; one that dies keeps nobody waiting."""
+    """Start loops together once all are ready; a dead one does not block the others."""
     with contextlib.ExitStack() as stack:
         barrier = os.pipe()
         try:

@@ -1,4 +1,4 @@
-"""Our kernels for few rows on this GPU, measured by a process with MLX; and that in words."""
+"""Our kernels for few rows on this GPU, measured by a process with MLX, and their description."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,13 @@ _PASSES_TIMEOUT_S = 900.0
 def ask_kernel_report(
     model: str, kernels: MetalKernels, device: str, *, passes: bool = False
 ) -> KernelReport:
-    """Measure with the layers of a target; else return a note why nothing was measured.
+    """Measure with the layers of a target; otherwise return a note why nothing was measured.
 
     Args:
         model: the target's folder.
         kernels: the setting `metal_kernels`.
-        device: where MLX computes here, see `HardwareReport`.
-        passes: whether whole passes are timed too, for which all of the target is loaded.
+        device: MLX's device (`HardwareReport`).
+        passes: also time whole passes, for which the whole target is loaded.
     """
     if device == "cpu":
         return KernelReport(note=NO_GPU)
@@ -42,7 +42,7 @@ def ask_kernel_report(
 
 
 def describe_kernels(report: KernelReport) -> Iterator[str]:
-    """Which are used and what was measured, a line each."""
+    """Describe the used kernels and the measurements, a line each."""
     if report.note:
         yield report.note
     for probe in report.probes:

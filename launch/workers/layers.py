@@ -1,4 +1,4 @@
-"""Ask a process with MLX what a model's layers remember."""
+"""Asks a process with MLX for the state of a model's layers."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ _TIMEOUT_S = 120.0
 
 
 def describe_layers(folder: str) -> LayersReport:
-    """The kinds of layers and how they go back after a rejected draft; else why nobody knows."""
+    """Return the kinds of layers and how they roll back a rejected draft; else an error."""
     try:
         found = run_module("layer report", "services.tools.layers", folder, timeout_s=_TIMEOUT_S)
     except SsdError as error:

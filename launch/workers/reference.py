@@ -1,4 +1,4 @@
-"""The reference process (mlx-lm itself) as the benchmark and the tests use it."""
+"""The reference process (mlx-lm itself) for the benchmark and the tests."""
 
 import os
 
@@ -17,7 +17,7 @@ from protocol.settings import Device, ReferenceSettings
 
 
 class ReferenceWorker(JsonWorker):
-    """mlx-lm in a process of its own, with all cores."""
+    """mlx-lm in a separate process, with all cores."""
 
     def __init__(self, pair: Pair, device: Device = "") -> None:
         settings = ReferenceSettings(
@@ -31,23 +31,23 @@ class ReferenceWorker(JsonWorker):
         super().__init__("reference", "services.tools.reference", settings, device=device)
 
     def await_loaded(self) -> None:
-        """Return when its models are loaded, and it takes no core from what runs beside it."""
+        """Return when its models are loaded, and it no longer takes cores from other processes."""
         self.margin([0], (0, 1), Sampling())
 
     def decode(self, question: DecodeRequest) -> DecodeResult:
-        """mlx-lm's own answer."""
+        """Return mlx-lm's answer."""
         return self.ask(question, DecodeResult)
 
     def decode_many(self, question: BatchDecodeRequest) -> BatchDecodeResult:
-        """mlx-lm's own answers to many prompts, in batches."""
+        """Return mlx-lm's answers to many prompts, in batches."""
         return self.ask(question, BatchDecodeResult)
 
     def parting(
         self, prompt: Tokens, expected: Tokens, tokens: Tokens, sampling: Sampling
     ) -> tuple[int, MarginResult | None]:
-        """Where an answer parts from the expected one, and how near a tie that is.
+        """Return where an answer departs from the expected one, and how close to a tie that is.
 
-        Position -1, and no margin, if one of them is the beginning of the other.
+        Position -1, and no margin, if one of them is a prefix of the other.
         """
         pairs = enumerate(zip(expected, tokens, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), -1)
@@ -58,5 +58,5 @@ class ReferenceWorker(JsonWorker):
     def margin(
         self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling
     ) -> MarginResult:
-        """How near a tie two candidates for the token after `tokens` are, in logits."""
+        """Return how close to a tie two candidates for the token after `tokens` are, in logits."""
         return self.ask(MarginRequest(tokens, candidates, sampling), MarginResult)

@@ -20,19 +20,19 @@ from protocol.settings import ChildSettings, Device, Settings, encode_settings
 _TICK_S = 0.1
 _SHUTDOWN_S = 20.0
 _OBJECT = b'{"'
-"""How a message begins; other lines are those of libraries that print."""
+"""Beginning of a message; other lines are printed by libraries."""
 
 M = TypeVar("M")
 
 
 class JsonWorker(Closeable):
-    """One run of a module of ours, in a process of its own.
+    """One run of one of our modules, in a separate process.
 
     Args:
-        name: what errors call it.
-        module: what is run, as in `python -m`.
+        name: its name in errors.
+        module: the module, as in `python -m`.
         settings: its one argument.
-        device: where it computes.
+        device: its device.
         environment: more variables.
         descriptors: file descriptors that it inherits, besides those of its settings.
     """
@@ -49,7 +49,7 @@ class JsonWorker(Closeable):
     ) -> None:
         self._name = name
         own = settings.descriptors if isinstance(settings, ChildSettings) else ()
-        # A file, not a pipe: nobody reads along, and a full pipe would stop the process.
+        # A file, not a pipe: it is not read continuously, and a full pipe would block the process.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._process = subprocess.Popen(
             [*module_command(module), encode_settings(settings)],
@@ -69,7 +69,7 @@ class JsonWorker(Closeable):
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         return self._process.pid
 
     def _read(self, stdout: IO[bytes]) -> None:
@@ -80,12 +80,12 @@ class JsonWorker(Closeable):
                     self._lines.put(line)
 
     def ask(self, question: msgspec.Struct, kind: type[M]) -> M:
-        """Its answer to a question; raises the error that the process died of."""
+        """Return its answer to a question; raise the error that the process died of."""
         self.send(question)
         return self.receive(kind)
 
     def send(self, question: msgspec.Struct) -> None:
-        """Ask without waiting; raises the error that the process died of."""
+        """Send without waiting; raise the error that the process died of."""
         if self._process.stdin is None:
             raise RuntimeFailure(f"the {self._name} process has no pipes")
         try:
@@ -95,14 +95,14 @@ class JsonWorker(Closeable):
             raise self._failure() from error
 
     def receive(self, kind: type[M]) -> M:
-        """Its next message; raises the error that the process died of."""
+        """Return its next message; raise the error that the process died of."""
         for message in self.events(kind):
             answer: M = message
             return answer
         raise self._failure()
 
     def events(self, kind: Any) -> Iterator[Any]:
-        """Its messages, of a type or a union of types, until it ends.
+        """Yield its messages, of a type or a union of types, until it ends.
 
         May be called again after an interruption.
         """
@@ -112,7 +112,7 @@ class JsonWorker(Closeable):
                 yield decoder.decode(self._lines.get(timeout=_TICK_S))
 
     def result(self, kind: type[M], timeout_s: float | None = None) -> M:
-        """Its last message, once it has ended.
+        """Return its last message, once it has ended.
 
         Raises:
             DeadlineExceeded: it did not end in time.
@@ -130,7 +130,7 @@ class JsonWorker(Closeable):
         return msgspec.json.decode(self._last, type=kind)
 
     def ask_to_stop(self) -> None:
-        """Let it save, or remove, what is half-done, and end."""
+        """Let it save, or remove, unfinished work, and end."""
         self._stopping = True
         self._process.terminate()
 
@@ -152,7 +152,7 @@ class JsonWorker(Closeable):
             self._process.wait()
         self._reader.join(_SHUTDOWN_S)
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # a question that nobody read
+            with contextlib.suppress(BrokenPipeError):  # a question that was not read
                 self._process.stdin.close()
         self._errors.close()
 
@@ -164,7 +164,7 @@ def run_module(
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Run one of our modules to its end, with more variables; returns its standard output.
+    """Run one of our modules to its end, with more variables; return its standard output.
 
     Raises:
         DeadlineExceeded: it did not end in time.
@@ -191,7 +191,7 @@ def error_of(name: str, code: int | None, output: str) -> SsdError:
     """Return the error that a process died of: its report, its signal, or the end of its output.
 
     Args:
-        name: what the message calls it.
+        name: its name in the message.
         code: its exit code; negative is the signal that ended it, None if it has not ended.
         output: what it wrote to stderr.
     """
@@ -205,6 +205,6 @@ def error_of(name: str, code: int | None, output: str) -> SsdError:
 
 
 def module_command(module: str) -> list[str]:
-    """How one of our modules is run; its arguments follow."""
+    """Return the command of one of our modules; its arguments follow."""
     # -P: a folder named `services` in the user's working directory must not shadow ours.
     return [sys.executable, "-P", "-m", module]
