@@ -137,8 +137,8 @@ _WORDS = {
     "--requests": "Requests per row of the table.",
     "--seconds": "Duration in seconds.",
     "--seed": "Same seed, same result.",
-    "--top-k": "Keep the N likeliest tokens; 0 is off.",
-    "--top-p": "Keep the likeliest tokens with this total probability; 1 is off.",
+    "--top-k": "Keep the N most likely tokens; 0 is off.",
+    "--top-p": "Keep the most likely tokens with this total probability; 1 is off.",
 }
 
 _LAST = """

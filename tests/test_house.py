@@ -230,8 +230,8 @@ OPENINGS = re.compile(r"(What|Whether|Of|As|The same|See)\b")
 """Words that no docstring begins with: it is an imperative sentence, or defines something."""
 
 # They may only fall: whoever rewrites a room lowers its numbers.
-MOST_QUAINT_LINES = {"protocol": 60, "services": 4, "orchestrator": 120, "launch": 80}
-MOST_OPENINGS = {"protocol": 50, "services": 10, "orchestrator": 155, "launch": 65}
+MOST_QUAINT_LINES = {"protocol": 0, "services": 4, "orchestrator": 0, "launch": 0}
+MOST_OPENINGS = {"protocol": 0, "services": 10, "orchestrator": 0, "launch": 0}
 
 
 @pytest.mark.parametrize("room", ROOMS)

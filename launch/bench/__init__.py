@@ -1,1 +1,1 @@
-"""`ssd bench`: what is measured, how it is summed up, and how it is shown."""
+"""`ssd bench`: measurements, their statistics, and their presentation."""

@@ -1,7 +1,7 @@
-"""Decoding's share of the memory's bandwidth: the ceiling that speculation works against.
+"""Memory bandwidth of plain decoding: the ceiling that speculation works against.
 
-Plain decoding reads all weights for each token, so the machine's reading speed bounds it.
-Tokens that share a pass share one reading.
+Plain decoding reads all weights for each token, so the memory bandwidth bounds it. Tokens of one
+pass share one reading.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from protocol.errors import ModelError
 
 
 def read_weight_bytes(model: str, device: str) -> int:
-    """Bytes of weights that a pass reads on this device, on a CPU as floats; 0: unknown."""
+    """Return the bytes of weights that a pass reads on this device; 0 if unknown."""
     try:
         weights = weights_of(Path(model))
     except ModelError:
@@ -20,7 +20,7 @@ def read_weight_bytes(model: str, device: str) -> int:
 
 
 def describe_ceiling(weight_bytes: int, read_bytes_s: float) -> str:
-    """What the machine's reading speed allows; empty where either is unknown."""
+    """Describe the limit set by the memory bandwidth; empty if either value is unknown."""
     if not weight_bytes or not read_bytes_s:
         return ""
     return (
@@ -30,9 +30,10 @@ def describe_ceiling(weight_bytes: int, read_bytes_s: float) -> str:
 
 
 def describe_share(tok_s: float, weight_bytes: int, read_bytes_s: float) -> str:
-    """How much of that plain decoding at `tok_s` uses; empty where something is unknown.
+    """Describe the share of the bandwidth that plain decoding uses; empty if unknown.
 
-    More than all of it cannot be: the machine's speed was measured while it was busy then.
+    The share is at most 1; a larger one means that the machine was busy when its bandwidth was
+    measured.
     """
     if not tok_s or not weight_bytes or not read_bytes_s:
         return ""

@@ -40,7 +40,7 @@ _CAPTION = (
 
 
 def speed_figure(result: BenchFile) -> str:
-    """Tokens per second, side by side by kind of prompt."""
+    """Draw tokens per second by kind of prompt and mode."""
     groups = {**result.categories, "all": result.summary}
     modes = [mode for mode in _NAMES if mode in result.summary]
 
@@ -73,7 +73,7 @@ def _describe(result: BenchFile) -> str:
 
 
 def timeline_figure(runs: Sequence[BenchRun]) -> str:
-    """A few rounds of one answer: drafting under the verification it is hidden by.
+    """Draw a few rounds of one answer: drafting below the verification that hides it.
 
     Raises:
         UsageError: no run has rounds whose draft was ready when the verification ended.
@@ -111,7 +111,7 @@ def _piece(axes: Any, row: int, event: TraceEvent, start_us: float, colour: str)
 
 
 def _rounds_with_hits(run: BenchRun) -> tuple[list[TraceEvent], list[TraceEvent]] | None:
-    """Verifications that follow each other, those after the first on a hit, and their drafts."""
+    """Return consecutive verifications, all but the first after a hit, and their drafts."""
     verified = [event for event in run.timeline if event.name == "verify"]
     for at in range(1, len(verified) - _ROUNDS + 1):
         rounds = verified[at : at + _ROUNDS]
@@ -136,7 +136,7 @@ def _each_has_drafts(rounds: Sequence[TraceEvent], drafts: Sequence[TraceEvent])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw both figures; returns the exit code."""
+    """Draw both figures; return the exit code."""
     if len(arguments) != 2:
         print("usage: python -m launch.bench.figures RUNS.json FOLDER", file=sys.stderr)
         return UsageError.exit_code

@@ -1,4 +1,4 @@
-"""What a benchmark comes to: ssd beside the best of what would run otherwise, by kind of prompt."""
+"""The headline of a benchmark: ssd compared with the best alternative, by kind of prompt."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -10,10 +10,10 @@ _OURS = "ssd"
 
 
 def headline(result: BenchFile) -> list[str]:
-    """A sentence for each kind of prompt; says where ssd loses. Empty without anything to compare.
+    """Return a sentence for each kind of prompt, including losses; empty without a comparison.
 
-    The ratio is the median over prompts of each answer's own, against the other mode whose
-    median speed is highest: mlx-lm with all cores, plain decoding, or another way to speculate.
+    The ratio is the median over prompts of each answer's ratio to the other mode with the highest
+    median speed: mlx-lm with all cores, plain decoding, or another way to speculate.
     """
     return [
         sentence
@@ -24,7 +24,7 @@ def headline(result: BenchFile) -> list[str]:
 
 
 def describe_reading(result: BenchFile) -> str:
-    """Plain decoding's share of what the memory gives; empty where that is not known."""
+    """Describe plain decoding's share of the memory bandwidth; empty if unknown."""
     plain = [r.decode_tps for r in result.runs if r.mode == "ar" and not r.temperature]
     if result.reading is None or not plain:
         return ""
@@ -33,7 +33,7 @@ def describe_reading(result: BenchFile) -> str:
 
 
 def total_seconds(runs: Sequence[BenchRun]) -> dict[str, float]:
-    """Mode -> seconds of all its answers, prompts included."""
+    """Return the seconds of all answers by mode, prompts included."""
     totals: dict[str, float] = {}
     for run in runs:
         totals[run.mode] = totals.get(run.mode, 0.0) + run.ttft_ms / 1e3 + run.decode_s
@@ -41,7 +41,7 @@ def total_seconds(runs: Sequence[BenchRun]) -> dict[str, float]:
 
 
 def speeds_by_prompt(runs: Sequence[BenchRun]) -> dict[str, dict[str, float]]:
-    """Prompt -> mode -> tokens per second, the median over repeats and temperatures."""
+    """Return prompt -> mode -> tokens per second, the median over repeats and temperatures."""
     names = dict.fromkeys((run.prompt_id, run.category) for run in runs)
     modes = dict.fromkeys(run.mode for run in runs)
     found: dict[str, dict[str, float]] = {}
@@ -81,7 +81,7 @@ def _compare(name: str, runs: Sequence[BenchRun]) -> str:
 
 
 def _ratio(runs: Sequence[BenchRun], mine: str, other: str) -> float:
-    """Median over the prompts that both answered."""
+    """Return the median over the prompts that both answered."""
     by_mode = {
         mode: {
             prompt: median(r.decode_tps for r in runs if (r.mode, r.prompt_id) == (mode, prompt))

@@ -1,7 +1,7 @@
-"""The load of `ssd load --url`: many requests at once against any OpenAI-compatible server.
+"""The load of `ssd load --url`: concurrent requests to any OpenAI-compatible server.
 
-One client for all servers, so that ours and another's are measured alike: streamed chats of
-one message, greedy, told apart by their text.
+One client for all servers, so that ours and others are measured alike: streamed chats of one
+message, greedy, identified by their text.
 """
 
 import http.client
@@ -20,34 +20,34 @@ from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.deadline import Deadline
 
 _SILENCE_S = 300.0
-"""Longest wait for a byte; a prompt may be in line for long."""
+"""Longest wait for a byte; a prompt may be queued for long."""
 _TICK_S = 0.2
 _CROWDED_S, _AGAIN_S = 10.0, 0.01
-"""How long to go on asking a server that resets connections, and how long to wait in between."""
+"""Time to retry a server that resets connections, and the interval between attempts."""
 _LOOK_S = 1.0
-"""A server that is there may need so long to say so."""
+"""Timeout of a health check."""
 DONE = b"[DONE]"
 """Data of the last event."""
 _PATHS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 class Server:
-    """A server somewhere.
+    """An OpenAI-compatible server.
 
     Args:
-        url: where it is, with or without `/v1`.
-        model: what it calls its model; "" leaves that to the server.
-        key: its API key, if it wants one.
+        url: its address, with or without `/v1`.
+        model: its name of the model; "" leaves that to the server.
+        key: its API key, if it requires one.
 
     Raises:
-        UsageError: the address is none.
+        UsageError: the address is invalid.
     """
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
         try:
             usable = parts.scheme in _PATHS and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is not a number
+        except ValueError:  # the port is not a number
             usable = False
         if not usable:
             raise UsageError(f"--url {url!r} is not an address such as http://127.0.0.1:8080")
@@ -58,19 +58,19 @@ class Server:
         self._model = {"model": model} if model else {}
         self._headers = {"Content-Type": "application/json"}
         self.resets = list[str]()
-        """One entry for each connection that was reset; the request was sent again."""
+        """One entry for each reset connection; the request was repeated."""
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def await_ready(self, longest_s: float, on_wait: Callable[[str], None]) -> None:
-        """Wait until it is there and has a model.
+        """Wait until it is available and has a model.
 
         Args:
-            longest_s: how long to wait.
+            longest_s: longest wait.
             on_wait: called once with the reason, if it is not ready at once.
 
         Raises:
-            RuntimeFailure: it did not come.
+            RuntimeFailure: it did not become available.
         """
         deadline, said = Deadline(longest_s), False
         while (reason := self._absent(max(_LOOK_S, deadline.remaining))) is not None:
@@ -84,7 +84,7 @@ class Server:
             time.sleep(min(_TICK_S, deadline.remaining))
 
     def _absent(self, timeout_s: float) -> str | None:
-        """Why it is not ready; None if it is. What knows no `/health` is taken at its word."""
+        """Return why it is not ready; None if it is, or has no `/health`."""
         with closing(self._connect(self._host, timeout=timeout_s)) as connection:
             try:
                 connection.request("GET", f"{self._base}/health", headers=self._headers)
@@ -117,7 +117,7 @@ class Server:
         return LoadAnswer(number, "".join(pieces), tokens, ttft)
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of one streamed answer."""
+        """Yield the events of one streamed answer."""
         with closing(self._connect(self._host, timeout=_SILENCE_S)) as connection:
             try:
                 response = self._post(connection, msgspec.json.encode(body))
@@ -138,9 +138,9 @@ class Server:
     def _post(
         self, connection: http.client.HTTPConnection, body: bytes
     ) -> http.client.HTTPResponse:
-        """The answer's beginning; asks again where the connection is reset before there is one.
+        """Return the beginning of the answer; retry if the connection is reset before it.
 
-        Some servers, mlx-lm's among them, have only a few clients wait in line to connect.
+        Some servers, including mlx-lm's, queue only a few connecting clients.
         """
         deadline = Deadline(_CROWDED_S)
         while True:
@@ -156,7 +156,7 @@ class Server:
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """The data of server-sent events; a line without its end broke off, and is none."""
+    """Yield the data of server-sent events; an incomplete last line is ignored."""
     while (line := response.readline()).endswith(b"\n"):
         if line.startswith(b"data:"):
             yield line.removeprefix(b"data:").strip()

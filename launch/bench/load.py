@@ -1,4 +1,4 @@
-"""`ssd load`: many requests at once against one stack, and against mlx-lm's batch generator."""
+"""`ssd load`: concurrent requests to one stack, and to mlx-lm's batch generator."""
 
 import queue
 import threading
@@ -18,7 +18,7 @@ from protocol.jobs.reference import BatchDecodeRequest
 from protocol.messages import Finished, Generate, Statistics, Text, Tokens
 
 MLX_LM = "mlx-lm"
-"""Not a mode: mlx-lm's own batch generator, without a drafter, in a process of its own."""
+"""Not a mode: mlx-lm's batch generator, without a drafter, in a separate process."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class LoadAnswer:
 
     prompt: int
     answer: Tokens | str
-    """Its tokens, or its text where tokens are not told."""
+    """Its tokens, or its text if the server does not return tokens."""
     tokens: int
     ttft_s: float
     cached: int = 0
@@ -51,7 +51,7 @@ class Load:
 
     @property
     def by_prompt(self) -> dict[int, Tokens | str]:
-        """Prompt -> its answer."""
+        """The answers by prompt."""
         return {one.prompt: one.answer for one in self.answers}
 
 
@@ -67,7 +67,7 @@ class _LoadClients:
         self.failures: list[Exception] = []
 
     def serve(self) -> None:
-        """Ask until nothing is left; run by each client's thread."""
+        """Send requests until none is left; run by each client's thread."""
         with closing(Client(self._address)) as client:
             while not self.failures:
                 try:
@@ -75,7 +75,7 @@ class _LoadClients:
                     self.answers.append(_ask(client, number, request))
                 except queue.Empty:
                     return
-                # Whatever it is: without this client's answers the others' mean nothing.
+                # Catch everything: without this client's answers the others are meaningless.
                 except Exception as error:  # noqa: BLE001  # `load_stack` raises it
                     self.failures.append(error)
 
@@ -95,7 +95,7 @@ def _ask(client: Client, number: int, request: Generate) -> LoadAnswer:
 
 
 def load_stack(address: str, requests: Sequence[Generate], streams: int) -> Load:
-    """Answer the requests with `streams` clients; raises what the first failing request raises."""
+    """Answer the requests with `streams` clients; raise the error of the first failing request."""
     clients = _LoadClients(address, requests)
     threads = [threading.Thread(target=clients.serve, daemon=True) for _ in range(streams)]
     started = time.perf_counter()
@@ -115,7 +115,7 @@ def load_mlx_lm(
     max_tokens: int,
     stop_ids: list[int],
 ) -> Load:
-    """The same prompts, by mlx-lm."""
+    """Answer the same prompts with mlx-lm."""
     answer = reference.decode_many(BatchDecodeRequest(prompts, max_tokens, stop_ids, streams))
     answers = [
         LoadAnswer(number, tokens, len(tokens), ttft_ms / 1e3)
@@ -125,7 +125,7 @@ def load_mlx_lm(
 
 
 def table(loads: Sequence[Load]) -> Table:
-    """One row per mode and number of streams; gains are against one stream of plain decoding."""
+    """Build a table: one row per mode and number of streams; gains relative to one plain stream."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = ("mode", "streams", "tok/s", "x", "TTFT ms", "accept", "hits", "other tokens")
     for name in names:
@@ -142,7 +142,7 @@ def table(loads: Sequence[Load]) -> Table:
             str(load.streams),
             f"{load.tok_s:.1f}",
             f"{load.tok_s / base.tok_s:.2f}",
-            # mlx-lm is given all prompts at once: its first tokens wait in line.
+            # mlx-lm gets all prompts at once: its first tokens are delayed by the queue.
             f"{1e3 * median(one.ttft_s for one in load.answers):.0f}"
             if load.mode != MLX_LM
             else "-",

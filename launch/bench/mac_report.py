@@ -1,4 +1,4 @@
-"""The file that `ssd mac-check` writes, for reports, and the same for people."""
+"""The file that `ssd mac-check` writes for bug reports, and its readable form."""
 
 import json
 import re
@@ -14,10 +14,10 @@ from protocol.jobs.coreml_probe import ProbeResult
 from protocol.jobs.kernel_report import KernelReport
 
 TEMPERATURE = 0.8
-"""Of all answers."""
+"""Temperature of all answers."""
 
 _PATH = re.compile(r"(?<![\w.])(?:~?(?:/[^\s/'\"]+)+|~)/")
-"""Folders before a name: the file is made to be shown to others."""
+"""Folders before a name: the file is made for publication."""
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class MeasuredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: str
     num_draft_tokens: int
-    """0: as the planner chose."""
+    """0: chosen by the planner."""
     tokens: int
     tok_s: float
     accepted: int
@@ -44,33 +44,33 @@ class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     model: str
     package: dict[str, Any]
-    """What the manifest of the converted model says of it, the comparison included."""
+    """The manifest of the converted model, the comparison included."""
     weight_bytes: int = 0
-    """Of the target, for each pass of plain decoding."""
+    """Bytes of the target, for each pass of plain decoding."""
     read_bytes_s: float = 0.0
-    """How fast this machine reads them."""
+    """This machine's rate of reading them."""
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
     kernels: KernelReport = KernelReport()
-    """Of our own for few rows on Metal, with the target; whole passes without and with them."""
+    """Our kernels for few rows on Metal, with the target; whole passes without and with them."""
     answers: list[MeasuredAnswer] = []
     stack: str = ""
-    """Of `answers`: target and drafter."""
+    """Target and drafter of `answers`."""
     answers_failed: str = ""
-    """Why there are none, or not all."""
+    """Reason why answers are missing."""
     not_measured: list[str] = []
 
 
 def without_paths(report: MacReport) -> MacReport:
-    """The same with bare names in place of paths: they may hold people's names."""
+    """Return the report with bare names in place of paths, which may contain people's names."""
     return msgspec.convert(_bare(json.loads(msgspec.json.encode(report))), MacReport)
 
 
 def _bare(value: Any) -> Any:
     match value:
         case str():
-            # First the home, whose name may hold spaces, which end a path in a sentence.
+            # First the home, whose name may contain spaces, which end a path in a sentence.
             return _PATH.sub("", value.replace(f"{Path.home()}/", "~/"))
         case list():
             return [_bare(one) for one in value]
@@ -80,7 +80,7 @@ def _bare(value: Any) -> Any:
 
 
 def lines(report: MacReport) -> Iterator[str]:
-    """The same for people."""
+    """Yield the readable form."""
     yield f"{report.model} on {report.machine['system']}, {report.date}"
     if ceiling := describe_ceiling(report.weight_bytes, report.read_bytes_s):
         yield ceiling
@@ -119,7 +119,9 @@ def _format_drafts(answer: MeasuredAnswer) -> str:
 
 
 def _format_speed(tokens: int, milliseconds: float, unit: str = "") -> str:
-    """Tokens a second; what the reference runtime takes says nothing of a Mac, and is said so."""
+    """Format tokens per second; times of the reference runtime are marked as irrelevant for a
+    Mac.
+    """
     if not tokens or not milliseconds:
         return ""
     what = "decoding" if tokens == 1 else f"{tokens} tokens a call"
@@ -128,7 +130,7 @@ def _format_speed(tokens: int, milliseconds: float, unit: str = "") -> str:
 
 
 def format_probe(found: ProbeResult) -> Iterator[str]:
-    """The figures of one probe, a line each."""
+    """Yield the figures of one probe, a line each."""
     if found.failed:
         yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"
         return

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine and the versions behind the figures."""
 
 import platform
 import shutil
@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 
 
 def hardware(units: dict[str, str]) -> Hardware:
-    """This machine; `units` says where each role computed."""
+    """Describe this machine; `units` is the device of each role."""
     return Hardware(
         system=f"{platform.system()} {platform.release()}",
         processor=_processor(),
@@ -29,7 +29,7 @@ def hardware(units: dict[str, str]) -> Hardware:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the libraries that the speed depends on."""
+    """Return the versions of Python and of the libraries that affect the speed."""
     libraries = {name: v for name, v in package_versions(_LIBRARIES).items() if v}
     return {"python": platform.python_version(), DISTRIBUTION: VERSION, **libraries}
 
@@ -46,7 +46,7 @@ def _processor() -> str:
 
 
 def _run_tool(*command: str) -> list[str]:
-    """The lines that a system tool prints; none if it is not there."""
+    """Return the lines that a system tool prints; none if it is not available."""
     tool = shutil.which(command[0])
     if tool is None:
         return []

@@ -1,4 +1,4 @@
-"""The highest memory of each process while something runs."""
+"""Peak memory of each process while something runs."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ _TIMEOUT_S = 10.0
 
 
 class MemoryWatch:
-    """Samples the resident memory of processes in a thread; and, on demand, their GPU memory."""
+    """Samples the resident memory of processes in a thread, and their GPU memory on demand."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
@@ -42,7 +42,7 @@ class MemoryWatch:
             self._peaks[name] = max(self._peaks.get(name, 0.0), resident)
 
     def peaks_gb(self) -> dict[str, float]:
-        """Name -> the highest so far, and `name:gpu` where an NVIDIA driver tells it."""
+        """Return the peak by name, and `name:gpu` if an NVIDIA driver reports it."""
         self._sample()
         names = {process.pid: name for name, process in self._processes.items()}
         for pid, used in self._on_gpus().items():
@@ -52,7 +52,7 @@ class MemoryWatch:
         return {name: round(peak, 3) for name, peak in self._peaks.items()}
 
     def _on_gpus(self) -> dict[int, float]:
-        """Process id -> GB; MLX keeps what it has once used, so that this is nearly a peak."""
+        """Return GB by process id; MLX keeps memory once used, so this is nearly the peak."""
         if self._smi is None:
             return {}
         query = [self._smi, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from launch.bench.result import BenchFile, BenchRun, ModeSummary, Profile
 from protocol.messages import TraceEvent
 
-# Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
+# Text remains text, so that it can be searched and read aloud; ids are reproducible.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
 
 _COLOURS = (
@@ -30,7 +30,7 @@ def draw_svg(
     panels: int = 1,
     background: str = "none",
 ) -> str:
-    """A plot as SVG, `width` x `height` inches; `draw` is given its axes."""
+    """Draw a plot as SVG, `width` x `height` inches; `draw` gets its axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, panels)
     for panel in axes if panels > 1 else [axes]:
@@ -45,7 +45,7 @@ def draw_svg(
 
 
 def colours(result: BenchFile) -> dict[str, str]:
-    """One per mode, the same in all plots and at all temperatures."""
+    """Return one colour per mode, the same in all plots and at all temperatures."""
     names = list(dict.fromkeys(mode.partition("@")[0] for mode in result.summary))
     return {
         mode: _COLOURS[names.index(mode.partition("@")[0]) % len(_COLOURS)]
@@ -54,13 +54,13 @@ def colours(result: BenchFile) -> dict[str, str]:
 
 
 def speeds(result: BenchFile) -> str:
-    """Speed over plain decoding by category and mode; a plot per temperature."""
+    """Plot speed relative to plain decoding by category and mode; a plot per temperature."""
     temperatures = dict.fromkeys(mode.partition("@")[2] for mode in result.summary)
     return "".join(_speeds(result, temperature) for temperature in temperatures)
 
 
 def _speeds(result: BenchFile, temperature: str) -> str:
-    """With intervals; tok/s where there is no plain decoding to compare with."""
+    """Plot speeds with intervals; tok/s if there is no plain decoding to compare with."""
     modes = [mode for mode in result.summary if mode.partition("@")[2] == temperature]
     groups = {**result.categories, "all": result.summary}
     relative = any(s.speedup_vs_ar for s in result.summary.values())
@@ -82,7 +82,7 @@ def _speeds(result: BenchFile, temperature: str) -> str:
 
 
 def _bar(axes: Any, place: tuple[float, float], s: ModeSummary | None, colour: str) -> None:
-    """One mode's bar at (left, width): its speed-up if there is one, else its tok/s."""
+    """Draw one mode's bar at (left, width): its speed-up if there is one, else its tok/s."""
     if s is None:
         return
     x, width = place
@@ -98,7 +98,7 @@ def _bar(axes: Any, place: tuple[float, float], s: ModeSummary | None, colour: s
 
 
 def guesses(result: BenchFile) -> str:
-    """Acceptance by position, and hits by the number of candidates."""
+    """Plot acceptance by position, and hits by the number of candidates."""
     modes = {name: s for name, s in result.summary.items() if s.per_position}
     paint = colours(result)
 
@@ -121,7 +121,7 @@ def guesses(result: BenchFile) -> str:
 
 
 def costs(found: Profile) -> str:
-    """T_v(m) and T_d(B)."""
+    """Plot T_v(m) and T_d(B)."""
 
     def draw(axes: Any) -> None:
         pairs = (
@@ -138,7 +138,7 @@ def costs(found: Profile) -> str:
 
 
 def timeline(run: BenchRun) -> str:
-    """Who worked when, in the first rounds of one answer."""
+    """Plot the events of each process in the first rounds of one answer."""
     work = run.timeline
     verified = [slice_ for slice_ in work if slice_.name == "verify"][1 : _ROUNDS_SHOWN + 1]
     if not verified:
@@ -172,13 +172,13 @@ def timeline(run: BenchRun) -> str:
 
 
 def origin_colour(verified: TraceEvent) -> str:
-    """Of a verification, by where its chain came from."""
+    """Return the colour of a verification by the origin of its chain."""
     colours = {"hit": _HIT, "miss": _MISS, "lookup": _LOOKUP}
     return colours.get(str(verified.details["chain"]), _PLAIN)
 
 
 def predictions(result: BenchFile) -> str:
-    """Predicted beside measured tok/s, for the modes that have both."""
+    """Plot predicted against measured tok/s, for the modes that have both."""
     found = result.profile.prediction if result.profile else None
     # The prediction is for greedy decoding.
     greedy = {mode.removesuffix("@0"): s for mode, s in result.summary.items()}

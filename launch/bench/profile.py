@@ -81,10 +81,10 @@ def profile(
 def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float:
     """Return the relative slowdown of a verification while the drafter works."""
     name = str(_NUM_DRAFT_TOKENS + 1)
-    beside = [s.phase_ms[f"verify_{name}"] for s in answers if f"verify_{name}" in s.phase_ms]
-    if not beside or name not in verify_ms:
+    contended_ms = [s.phase_ms[f"verify_{name}"] for s in answers if f"verify_{name}" in s.phase_ms]
+    if not contended_ms or name not in verify_ms:
         return 0.0
-    return max(0.0, median(beside) / verify_ms[name] - 1.0)
+    return max(0.0, median(contended_ms) / verify_ms[name] - 1.0)
 
 
 def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:

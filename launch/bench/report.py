@@ -154,7 +154,7 @@ def _guesses(result: BenchFile) -> str:
         (name, *(f"{rates[k]:.2f}" if k in rates else "-" for k in kinds))
         for name, rates in after.items()
     ]
-    head = ("hits beside a round after", *({"target": "no draft"}.get(k, f"a {k}") for k in kinds))
+    head = ("hits during a round after", *({"target": "no draft"}.get(k, f"a {k}") for k in kinds))
     return note + guesses(result) + (_table(head, rows) if rows else "")
 
 

@@ -122,7 +122,7 @@ def profile(found: Profile) -> Table:
         cells = "  ".join(f"{b}: {ms:.2f}" for b, ms in found.draft_ms.items())
         table.add_row("T_d(B), ms", cells)
     table.add_row("a message, ms", f"{found.ipc_ms:.3f}")
-    table.add_row("T_v beside drafting", f"+{found.contention:.0%}")
+    table.add_row("T_v during drafting", f"+{found.contention:.0%}")
     table.add_row("acceptance", f"{found.acceptance_rate:.2f}")
     if found.prediction is not None:
         p = found.prediction

@@ -9,7 +9,7 @@ import click
 import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from launch.models.coreml_models import beside, source_of
+from launch.models.coreml_models import default_conversion_dir, source_of
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
 from launch.settings.flags import more_settings, read_more
@@ -61,7 +61,7 @@ MORE = (
 def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
     """Convert a model to CoreML and compare the result with it."""
     folder = resolve(model)
-    place = beside(folder) if out is None else out.expanduser().resolve()
+    place = default_conversion_dir(folder) if out is None else out.expanduser().resolve()
     if not options.pop("force"):
         _require_own(place, folder)
     as_json, prompts = options.pop("as_json"), options.pop("prompts")

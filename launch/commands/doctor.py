@@ -22,7 +22,7 @@ _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem":
 def command(*, as_json: bool, **stack: Any) -> None:
     """Check this machine, its libraries and the pair.
 
-    Starts no stack. The exit code is 4 if something stands in the way.
+    Starts no stack. The exit code is 4 if a stack cannot be started.
     """
     report = examine(settings_of(**stack))
     if as_json:

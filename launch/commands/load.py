@@ -123,7 +123,7 @@ def _of_stack(
     tokenizer = TargetTokenizer(Path(pair_of(settings).model))
     prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
     own = [mode for mode in modes if mode != load.MLX_LM]
-    beside = load.MLX_LM in modes and not sampling.temperature
+    compares_mlx_lm = load.MLX_LM in modes and not sampling.temperature
     with contextlib.ExitStack() as opened:
         ask: dict[str, _Ask] = {}
         if own:
@@ -133,7 +133,7 @@ def _of_stack(
             for mode in own:
                 requests = _requests(prompts, mode, sampling, max_tokens)
                 ask[mode] = partial(load.load_stack, address, requests)
-        if beside:
+        if compares_mlx_lm:
             worker = ReferenceWorker(pair_of(settings), settings.target_device)
             reference = opened.enter_context(worker)
             stop_ids = list(tokenizer.stop_ids)

@@ -37,12 +37,12 @@ _NUM_DRAFT_TOKENS, _BRANCHES = 4, 8
 
 _ONLY_ON_A_MAC = (
     "speed and placement on the Neural Engine, the GPU and the CPU under CoreML",
-    "the device's numbers beside the reference runtime's",
+    "the device's numbers next to the reference runtime's",
     "how much drafting on the Neural Engine slows the target on the GPU",
     "a run on two devices, and one of a model with itself: the reference runtime is too slow",
 )
 _SAME_MODEL = (
-    "a same-model run, and prefill through CoreML: the target has no conversion beside it; run "
+    "a same-model run, and prefill through CoreML: the target has no conversion next to it; run "
     "`ssd convert --model {}` and this again"
 )
 _PREFILL_LOOPS = 12
@@ -50,7 +50,7 @@ _PREFILL_LOOPS = 12
 
 
 @click.command("mac-check")
-@click.option("--model", help="Converted draft model, or a model with its conversion beside it.")
+@click.option("--model", help="Converted draft model, or a model with its conversion next to it.")
 @click.option("--target", help="Target model: folder or hub name.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),
               show_default=True, help="File to write.")  # fmt: skip

@@ -18,14 +18,17 @@ _HALF = 2
 """Bytes per number of the state."""
 
 
-def beside(folder: Path) -> Path:
+def default_conversion_dir(folder: Path) -> Path:
     """Return the default folder for the converted form of a model."""
     return folder.with_name(f"{folder.name}-coreml")
 
 
 def find_converted(folder: Path) -> Path | None:
     """Return the converted form of a model, if there is one: itself, or the folder next to it."""
-    return next((one for one in (folder, beside(folder)) if (one / _MANIFEST).is_file()), None)
+    return next(
+        (one for one in (folder, default_conversion_dir(folder)) if (one / _MANIFEST).is_file()),
+        None,
+    )
 
 
 def source_of(folder: Path) -> Path | None:
@@ -99,7 +102,8 @@ def require_converted(folder: Path) -> Path:
     found = find_converted(folder)
     if found is None:
         raise ModelError(
-            f"{str(folder)!r} is not converted to CoreML, and there is no {str(beside(folder))!r}; "
+            f"{str(folder)!r} is not converted to CoreML, and there is no "
+            f"{str(default_conversion_dir(folder))!r}; "
             f"run `ssd convert --model {folder}` once"
         )
     return found

@@ -101,7 +101,7 @@ def read_models(path: Path, common: StackSettings) -> list[ModelEntry]:
     """
     if given := sorted(_list_given(common) & _OF_ONE_MODEL):
         raise UsageError(
-            f"{given[0]!r} is for one model; with --models it stands in that model's table"
+            f"{given[0]!r} is for one model; with --models it belongs in that model's table"
         )
     tables = _read_folder(path) if path.is_dir() else _read_file(path)
     if not tables:

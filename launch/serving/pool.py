@@ -351,7 +351,7 @@ class ModelPool:
         for entry in self._entries.values():
             unused = now - entry.used_at >= self._idle_unload_s > 0
             if unused and not entry.keep_loaded and _is_idle(entry, busy):
-                entry.state, entry.note = "unloading", "nobody has used it for a while"
+                entry.state, entry.note = "unloading", "it has not been used for a while"
                 yield UnloadModel(entry.name)
 
 

@@ -9,7 +9,7 @@ from protocol.errors import SsdError
 from protocol.jobs.kernel_report import KernelProbe, KernelReport, KernelReportSettings
 from protocol.settings import MetalKernels, encode_settings
 
-NO_GPU = "there is no GPU here; what a CPU uses stands under `kernels`"
+NO_GPU = "there is no GPU here; what a CPU uses is listed under `kernels`"
 _TIMEOUT_S = 120.0
 _PASSES_TIMEOUT_S = 900.0
 """A large target takes minutes to load."""

@@ -16,7 +16,7 @@ from coremltools.models import compute_device
 from mlx.utils import tree_flatten
 
 from launch import doctor
-from launch.models.coreml_models import beside, conversion_in
+from launch.models.coreml_models import conversion_in, default_conversion_dir
 from launch.models.weights import weights_of
 from launch.settings.settings import StackSettings
 from protocol.errors import ModelError
@@ -117,11 +117,11 @@ def test_conversions_beside_the_models_are_listed(
 ) -> None:
     """What it is for; and a manifest that cannot be read is a note, since MLX needs none."""
     folder = write_tiny_model(tmp_path / "t", "llama")
-    shutil.copytree(converted_folder("llama"), beside(folder))
+    shutil.copytree(converted_folder("llama"), default_conversion_dir(folder))
     found = examined(model=str(folder))
-    assert f"{beside(folder)}: 3 layers" in found["converted"].text
+    assert f"{default_conversion_dir(folder)}: 3 layers" in found["converted"].text
     assert "--prefill coreml" in found["converted"].text
-    (beside(folder) / "coreml.json").write_text("{}")
+    (default_conversion_dir(folder) / "coreml.json").write_text("{}")
     found = examined(model=str(folder))
     assert (found["healthy"], found["converted"].level) == (True, "note")
 

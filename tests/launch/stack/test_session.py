@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.models.coreml_models import beside
+from launch.models.coreml_models import default_conversion_dir
 from launch.settings.settings import StackSettings, name_settings
 from launch.stack.run_dir import Description
 from launch.stack.session import find_differences
@@ -70,8 +70,8 @@ def test_a_model_is_known_by_its_folder(models: list[str], name: str) -> None:
 
 
 def test_a_converted_drafter_is_known_by_its_model(models: list[str]) -> None:
-    """Whose converted form stands beside it."""
-    converted = beside(Path(models[1]))
+    """Whose converted form stands default_conversion_dir it."""
+    converted = default_conversion_dir(Path(models[1]))
     converted.mkdir()
     (converted / "coreml.json").touch()
     stack = _running([models[0], str(converted)], draft_backend="coreml")

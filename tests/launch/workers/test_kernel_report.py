@@ -68,7 +68,7 @@ def _survey(device: str) -> HardwareReport:
 
 def test_without_a_gpu_the_reports_say_so() -> None:
     """No process is started for it."""
-    note = "there is no GPU here; what a CPU uses stands under `kernels`"
+    note = "there is no GPU here; what a CPU uses is listed under `kernels`"
     assert ask_kernel_report("nowhere", "auto", "cpu") == KernelReport(note=note)
     found = doctor._examine_kernels(_PAIR, StackSettings(), _survey("cpu"))
     assert found == [doctor.Finding("note", "GPU kernels", note)]

@@ -15,7 +15,7 @@ import pytest
 from coremltools._deps.kmeans1d import cluster
 
 from launch.commands import convert
-from launch.models.coreml_models import beside, find_converted, require_converted
+from launch.models.coreml_models import default_conversion_dir, find_converted, require_converted
 from launch.stack.child import Lifeline
 from launch.workers.worker import JsonWorker
 from protocol.errors import ModelError, UsageError
@@ -147,8 +147,8 @@ def test_rounding_is_that_of_float16() -> None:
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     finite = np.unique(halves[np.isfinite(halves)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
-    beside = [np.nextafter(ties, np.float32(limit)) for limit in (-np.inf, np.inf)]
-    usual = np.concatenate([finite[1:-1], ties[1:-1], *[b[1:-1] for b in beside]])
+    default_conversion_dir = [np.nextafter(ties, np.float32(limit)) for limit in (-np.inf, np.inf)]
+    usual = np.concatenate([finite[1:-1], ties[1:-1], *[b[1:-1] for b in default_conversion_dir]])
     for numbers in (usual, np.append(halves, np.float32([65519, 65520, 1e30, -1e30]))):
         with np.errstate(all="ignore"):
             expected = numbers.astype(np.float16).astype(np.float32)
@@ -304,16 +304,16 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_where_converted_models_are_found(tmp_path: Path) -> None:
-    """The folder itself, or the one beside it; else the error says what to run."""
+    """The folder itself, or the one default_conversion_dir it; else the error says what to run."""
     plain = tmp_path / "model"
     plain.mkdir()
     with pytest.raises(ModelError, match="ssd convert --model"):
         require_converted(plain)
-    beside(plain).mkdir()
+    default_conversion_dir(plain).mkdir()
     assert find_converted(plain) is None
-    (beside(plain) / "coreml.json").write_text("{}")
-    assert find_converted(plain) == beside(plain)
-    assert find_converted(beside(plain)) == beside(plain)
+    (default_conversion_dir(plain) / "coreml.json").write_text("{}")
+    assert find_converted(plain) == default_conversion_dir(plain)
+    assert find_converted(default_conversion_dir(plain)) == default_conversion_dir(plain)
 
 
 def test_large_models_are_cut_into_parts() -> None:
