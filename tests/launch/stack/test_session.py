@@ -70,7 +70,7 @@ def test_a_model_is_known_by_its_folder(models: list[str], name: str) -> None:
 
 
 def test_a_converted_drafter_is_known_by_its_model(models: list[str]) -> None:
-    """Whose converted form stands default_conversion_dir it."""
+    """Whose converted form is next to it."""
     converted = default_conversion_dir(Path(models[1]))
     converted.mkdir()
     (converted / "coreml.json").touch()

@@ -147,8 +147,8 @@ def test_rounding_is_that_of_float16() -> None:
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     finite = np.unique(halves[np.isfinite(halves)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
-    default_conversion_dir = [np.nextafter(ties, np.float32(limit)) for limit in (-np.inf, np.inf)]
-    usual = np.concatenate([finite[1:-1], ties[1:-1], *[b[1:-1] for b in default_conversion_dir]])
+    neighbours = [np.nextafter(ties, np.float32(limit)) for limit in (-np.inf, np.inf)]
+    usual = np.concatenate([finite[1:-1], ties[1:-1], *[b[1:-1] for b in neighbours]])
     for numbers in (usual, np.append(halves, np.float32([65519, 65520, 1e30, -1e30]))):
         with np.errstate(all="ignore"):
             expected = numbers.astype(np.float16).astype(np.float32)
@@ -304,7 +304,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_where_converted_models_are_found(tmp_path: Path) -> None:
-    """The folder itself, or the one default_conversion_dir it; else the error says what to run."""
+    """The folder itself, or the one next to it; else the error says what to run."""
     plain = tmp_path / "model"
     plain.mkdir()
     with pytest.raises(ModelError, match="ssd convert --model"):
