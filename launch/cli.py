@@ -70,8 +70,8 @@ def _check_shadowing() -> None:
     """Check that no other package hides ours, whose import names are generic."""
     home = Path(__file__).resolve().parent.parent
     for room in ("protocol", "services", "orchestrator"):
-        found = importlib.util.find_spec(room)
-        origin = Path(found.origin).resolve() if found and found.origin else None
+        spec = importlib.util.find_spec(room)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
         if origin is None or origin.parent.parent != home:
             raise RuntimeFailure(
                 f"the package {room!r} is imported from {origin}, not from {home}; "

@@ -97,32 +97,32 @@ def examine_ranks(settings: StackSettings) -> list[Finding]:
         group = rank_group(settings)
         if group is None:
             return []
-        told = RankProbeSettings(
+        probe = RankProbeSettings(
             ranks=group, model=pair_of(settings).model, device=settings.target_device
         )
         answer = run_module(
             "rank probe",
             "services.ranks.probe",
-            encode_settings(told),
+            encode_settings(probe),
             timeout_s=_SURVEY_S,
             environment=group.hosts[0].environment,
         )
     except SsdError as error:
         return [Finding("problem", "ranks", str(error))]
-    found = msgspec.json.decode(answer, type=RankProbeResult)
-    return _describe_ranks(found, group.backend)
+    result = msgspec.json.decode(answer, type=RankProbeResult)
+    return _describe_ranks(result, group.backend)
 
 
-def _describe_ranks(found: RankProbeResult, backend: str) -> list[Finding]:
-    ranks = found.ranks
+def _describe_ranks(result: RankProbeResult, backend: str) -> list[Finding]:
+    ranks = result.ranks
     findings = [Finding("ok", "ranks", f"{len(ranks)} over {backend}, the same versions "
                         "and the same model everywhere")]  # fmt: skip
-    if found.obstacle:
-        findings.append(Finding("problem", "parts", found.obstacle))
-    if found.division:
-        findings.append(Finding("ok", "parts", f"layers of rank 0: {found.division}"))
-    if found.proposal:
-        split = ",".join(map(str, found.proposal))
+    if result.obstacle:
+        findings.append(Finding("problem", "parts", result.obstacle))
+    if result.division:
+        findings.append(Finding("ok", "parts", f"layers of rank 0: {result.division}"))
+    if result.proposal:
+        split = ",".join(map(str, result.proposal))
         text = f"--split {split} suits their memory and speed (--split auto measures anew)"
         findings.append(Finding("note", "parts", text))
     for rank in ranks:
@@ -143,10 +143,10 @@ def _describe_ranks(found: RankProbeResult, backend: str) -> list[Finding]:
 def ask_hardware() -> HardwareReport:
     """Ask a process with MLX for the hardware; raise RuntimeFailure if it fails."""
     try:
-        found = run_module("hardware report", "services.tools.hardware", timeout_s=_SURVEY_S)
+        report = run_module("hardware report", "services.tools.hardware", timeout_s=_SURVEY_S)
     except SsdError as error:
         raise RuntimeFailure(f"MLX does not start: {error}") from error
-    return msgspec.json.decode(found, type=HardwareReport)
+    return msgspec.json.decode(report, type=HardwareReport)
 
 
 def versions() -> dict[str, str]:
@@ -246,8 +246,8 @@ def _needs_here(target: Needs, settings: StackSettings) -> Needs:
 def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
     """Describe a model and its memory; raise ModelError if it cannot be read."""
     if is_converted(folder):
-        found = conversion_in(folder)
-        return found.text, Needs(found.weight_bytes, found.state_bytes)
+        conversion = conversion_in(folder)
+        return conversion.text, Needs(conversion.weight_bytes, conversion.state_bytes)
     size = weights_of(folder)
     kv = size.kv_bytes_on(survey.device) * _EXAMPLE_TOKENS
     return _describe(folder, size), Needs(size.bytes_on(survey.device), kv)
@@ -277,10 +277,10 @@ def _check_conversions(pair: Pair) -> list[Finding]:
         if place is None or str(place) == folder:
             continue
         try:
-            found = Finding("ok", "converted", f"{conversion_in(place).text}; for {use}")
+            finding = Finding("ok", "converted", f"{conversion_in(place).text}; for {use}")
         except ModelError as error:
-            found = Finding("note", "converted", f"{error}; convert again")
-        findings.append(found)
+            finding = Finding("note", "converted", f"{error}; convert again")
+        findings.append(finding)
     return findings
 
 

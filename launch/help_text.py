@@ -169,9 +169,9 @@ def _below(command: click.Command, above: str) -> Iterator[tuple[str, click.Comm
         return
     context = click.Context(command)
     for name in command.list_commands(context):
-        if (found := command.get_command(context, name)) is not None:
-            yield f"{above}{name}", found
-            yield from _below(found, f"{above}{name} ")
+        if (subcommand := command.get_command(context, name)) is not None:
+            yield f"{above}{name}", subcommand
+            yield from _below(subcommand, f"{above}{name} ")
 
 
 def _format_examples(pairs: list[tuple[str, str]]) -> str:

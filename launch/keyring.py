@@ -114,12 +114,12 @@ def public_key(text: str) -> str:
         UsageError: the text is neither.
     """
     if re.fullmatch(r"[\w.-]{1,39}", text):
-        known = list_trusted_keys()
-        if text not in known:
+        trusted = list_trusted_keys()
+        if text not in trusted:
             raise UsageError(
                 f"no trusted key named {text!r}; add it with `ssd keys trust {text} KEY`"
             )
-        return known[text]
+        return trusted[text]
     return check_key(text)
 
 
@@ -144,8 +144,8 @@ def _folder() -> Path:
         folder.mkdir(parents=True, mode=0o700)
     (folder / _TRUSTED).mkdir(exist_ok=True, mode=0o700)
     info = folder.lstat()
-    own = psutil.Process().uids().real
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != own or info.st_mode & 0o077:
+    user = psutil.Process().uids().real
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != user or info.st_mode & 0o077:
         raise UsageError(
             f"the folder of keys {str(folder)!r} must be your own and private: "
             f"`chmod 700 {folder}`, or set SSD_KEYS_DIR"

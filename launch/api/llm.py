@@ -107,8 +107,8 @@ class LLM(Closeable):
         SamplingParams(num_draft_tokens=speculate_k)  # raises if it is out of range
         self._num_draft_tokens = speculate_k
         self._closed = False
-        given = {"model": model, "draft_model": draft_model or draft, **settings}
-        flags = {key: value for key, value in given.items() if value != ""}
+        values = {"model": model, "draft_model": draft_model or draft, **settings}
+        flags = {key: value for key, value in values.items() if value != ""}
         self._exit = contextlib.ExitStack()
         supervisor = self._exit.enter_context(private_stack(stack_settings(flags), _report_trouble))
         address = supervisor.run_dir.clients_address

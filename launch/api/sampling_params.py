@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         })  # fmt: skip
 
     def _shape(self) -> dict[str, Any] | None:
-        asked = {
+        processing = {
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -142,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "grammar": "" if self.json_schema is None else json_grammar(self.json_schema),
         }
         # Without a wish nothing is shaped, which costs the models nothing.
-        return asked if msgspec.convert(asked, LogitsOptions) != LogitsOptions() else None
+        return processing if msgspec.convert(processing, LogitsOptions) != LogitsOptions() else None
 
 
 _NAMES = {"draft_temperature": "draft_temp", "saguaro": "saguaro_c"}

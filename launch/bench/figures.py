@@ -78,12 +78,12 @@ def timeline_figure(runs: Sequence[BenchRun]) -> str:
     Raises:
         UsageError: no run has rounds whose draft was ready when the verification ended.
     """
-    found = next((rounds for run in runs if (rounds := _rounds_with_hits(run))), None)
-    if found is None:
+    pair = next((rounds for run in runs if (rounds := _rounds_with_hits(run))), None)
+    if pair is None:
         raise UsageError(
             "no run of the file has two rounds on a hit in a row: measure more prompts"
         )
-    verified, drafted = found
+    verified, drafted = pair
     start = verified[0].start_us
 
     def draw(axes: Any) -> None:

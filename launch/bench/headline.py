@@ -44,13 +44,17 @@ def speeds_by_prompt(runs: Sequence[BenchRun]) -> dict[str, dict[str, float]]:
     """Return prompt -> mode -> tokens per second, the median over repeats and temperatures."""
     names = dict.fromkeys((run.prompt_id, run.category) for run in runs)
     modes = dict.fromkeys(run.mode for run in runs)
-    found: dict[str, dict[str, float]] = {}
+    by_label: dict[str, dict[str, float]] = {}
     for prompt, category in names:
-        own = [run for run in runs if (run.prompt_id, run.category) == (prompt, category)]
-        speeds = {mode: [run.decode_tps for run in own if run.mode == mode] for mode in modes}
+        runs_of_prompt = [
+            run for run in runs if (run.prompt_id, run.category) == (prompt, category)
+        ]
+        speeds = {
+            mode: [run.decode_tps for run in runs_of_prompt if run.mode == mode] for mode in modes
+        }
         label = str(prompt) if str(prompt).startswith(category) else f"{category} {prompt}"
-        found[label] = {mode: median(values) for mode, values in speeds.items() if values}
-    return found
+        by_label[label] = {mode: median(values) for mode, values in speeds.items() if values}
+    return by_label
 
 
 def _groups(runs: Sequence[BenchRun]) -> Iterator[tuple[str, Sequence[BenchRun]]]:

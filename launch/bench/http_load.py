@@ -103,7 +103,7 @@ class Server:
         return Load(mode, streams, time.perf_counter() - started, answers)
 
     def _ask(self, number: int, prompt: str, fields: dict[str, Any]) -> LoadAnswer:
-        asked, first, pieces, tokens = time.perf_counter(), 0.0, list[str](), 0
+        sent_at, first, pieces, tokens = time.perf_counter(), 0.0, list[str](), 0
         for chunk in self._chunks({**self._model, **fields, **_question(prompt)}):
             if usage := chunk.get("usage"):
                 tokens = usage["completion_tokens"]
@@ -113,7 +113,7 @@ class Server:
                     pieces.append(piece)
         if not tokens:
             raise RuntimeFailure(f"{self._host} sent no usage with its answer")
-        ttft = (first or time.perf_counter()) - asked
+        ttft = (first or time.perf_counter()) - sent_at
         return LoadAnswer(number, "".join(pieces), tokens, ttft)
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -81,14 +81,14 @@ class _LoadClients:
 
 
 def _ask(client: Client, number: int, request: Generate) -> LoadAnswer:
-    asked, first, tokens = time.perf_counter(), 0.0, list[int]()
+    sent_at, first, tokens = time.perf_counter(), 0.0, list[int]()
     for message in client.generate(msgspec.structs.replace(request, request=client.number())):
         match message:
             case Text():
                 first = first or time.perf_counter()
                 tokens += message.tokens
             case Finished():
-                ttft = (first or time.perf_counter()) - asked
+                ttft = (first or time.perf_counter()) - sent_at
                 cached, statistics = message.cached_tokens, message.statistics
                 return LoadAnswer(number, tokens, len(tokens), ttft, cached, statistics)
     raise RuntimeFailure("an answer ended without its end")

@@ -84,8 +84,8 @@ def lines(report: MacReport) -> Iterator[str]:
     yield f"{report.model} on {report.machine['system']}, {report.date}"
     if ceiling := describe_ceiling(report.weight_bytes, report.read_bytes_s):
         yield ceiling
-    for found in report.probes:
-        yield from format_probe(found)
+    for probe in report.probes:
+        yield from format_probe(probe)
     for when, loops in report.overlap.items():
         for loop in loops:
             for text in format_probe(loop):
@@ -129,39 +129,40 @@ def _format_speed(tokens: int, milliseconds: float, unit: str = "") -> str:
     return f" ({what}: {1e3 * tokens / milliseconds:.1f} tok/s{caveat})"
 
 
-def format_probe(found: ProbeResult) -> Iterator[str]:
+def format_probe(result: ProbeResult) -> Iterator[str]:
     """Yield the figures of one probe, a line each."""
-    if found.failed:
-        yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"
+    if result.failed:
+        yield f"{result.kind} {result.compute_units}: no figure, {result.failed}"
         return
-    match found.kind:
+    match result.kind:
         case "functions":
-            for cost in found.costs:
-                text = f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
+            for cost in result.costs:
+                text = f"{result.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
                 yield f"{text}{_format_speed(cost.tokens, cost.call_ms, cost.unit)}"
         case "device":
             yield (
-                f"{found.compute_units}: best token of the reference on {found.same_best:.3f}, "
-                f"worst logit {found.worst_logit:.3f}"
+                f"{result.compute_units}: best token of the reference on {result.same_best:.3f}, "
+                f"worst logit {result.worst_logit:.3f}"
             )
         case "soak":
             yield (
-                f"{found.calls} calls on {found.compute_unit}: best token of the first pass on "
-                f"{found.same_best:.3f}, worst logit {found.worst_logit:.3f}, slowest "
-                f"{found.slowest_ms:.1f} ms, memory {found.grown_mb:+.1f} MB"
+                f"{result.calls} calls on {result.compute_unit}: best token of the first pass on "
+                f"{result.same_best:.3f}, worst logit {result.worst_logit:.3f}, slowest "
+                f"{result.slowest_ms:.1f} ms, memory {result.grown_mb:+.1f} MB"
             )
         case "injection":
             yield (
-                f"injection of {found.tokens} tokens, {found.dtype}: {found.milliseconds:.2f} ms, "
-                f"after {found.written_ms:.1f} ms of writing while the prompt is computed"
+                f"injection of {result.tokens} tokens, {result.dtype}: "
+                f"{result.milliseconds:.2f} ms, after {result.written_ms:.1f} ms "
+                "of writing while the prompt is computed"
             )
         case "prefill":
-            for one in found.prefills:
+            for one in result.prefills:
                 yield (
                     f"prefill of {one.tokens} tokens: {one.mlx_ms:.0f} ms by MLX"
                     f"{_format_speed(one.tokens, one.mlx_ms)}; {one.coreml_ms:.0f} through the "
-                    f"package on {found.compute_unit}"
-                    f"{_format_speed(one.tokens, one.coreml_ms, found.compute_unit)}"
+                    f"package on {result.compute_unit}"
+                    f"{_format_speed(one.tokens, one.coreml_ms, result.compute_unit)}"
                 )
         case _:
-            yield f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"
+            yield f"{result.kind} {result.per_second:.1f} a second on {result.compute_unit}"

@@ -120,13 +120,13 @@ def guesses(result: BenchFile) -> str:
     return draw_svg(9.5, 3.4, draw, panels=2)
 
 
-def costs(found: Profile) -> str:
+def costs(profile: Profile) -> str:
     """Plot T_v(m) and T_d(B)."""
 
     def draw(axes: Any) -> None:
         pairs = (
-            (axes[0], found.verify_ms, "tokens verified at once (m)", "target, ms", _HIT),
-            (axes[1], found.draft_ms, "branches drafted at once (B)", "drafter, ms", DRAFT),
+            (axes[0], profile.verify_ms, "tokens verified at once (m)", "target, ms", _HIT),
+            (axes[1], profile.draft_ms, "branches drafted at once (B)", "drafter, ms", DRAFT),
         )
         for panel, curve, across, up, colour in pairs:
             counts = [int(count) for count in curve]
@@ -179,13 +179,13 @@ def origin_colour(verified: TraceEvent) -> str:
 
 def predictions(result: BenchFile) -> str:
     """Plot predicted against measured tok/s, for the modes that have both."""
-    found = result.profile.prediction if result.profile else None
+    expected = result.profile.prediction if result.profile else None
     # The prediction is for greedy decoding.
     greedy = {mode.removesuffix("@0"): s for mode, s in result.summary.items()}
     both = {
-        mode: (found.tok_s[mode], s.median)
+        mode: (expected.tok_s[mode], s.median)
         for mode, s in greedy.items()
-        if found is not None and mode in found.tok_s
+        if expected is not None and mode in expected.tok_s
     }
     if not both:
         return ""

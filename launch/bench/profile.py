@@ -32,7 +32,7 @@ def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
     """Decode a few short answers to prompts spread over the list, which may be sorted by
     category.
     """
-    found = []
+    collected = []
     for prompt in prompts[:: max(1, len(prompts) // _ANSWERS)][:_ANSWERS]:
         request = Generate(
             request=client.number(),
@@ -40,8 +40,8 @@ def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
             max_tokens=_TOKENS,
             num_draft_tokens=_NUM_DRAFT_TOKENS,
         )
-        found += [m.statistics for m in client.generate(request) if isinstance(m, Finished)]
-    return found
+        collected += [m.statistics for m in client.generate(request) if isinstance(m, Finished)]
+    return collected
 
 
 def profile(
@@ -90,7 +90,7 @@ def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float
 def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
     """Find a scenario with the measured hit rate by bisection."""
     looked_up = sum(kind.cache_lookups for s in answers for kind in s.by_origin.values())
-    found = sum(kind.cache_hits for s in answers for kind in s.by_origin.values())
+    hits = sum(kind.cache_hits for s in answers for kind in s.by_origin.values())
     low, high = 0.02, 0.98
 
     def scenario(first: float, tokens: int) -> Scenario:
@@ -103,7 +103,7 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
     for _ in range(_BISECTIONS if looked_up else 0):
         middle = (low + high) / 2
         run = simulate(scenario(middle, _SIMULATED_TOKENS), strategy)
-        if run.statistics.hit_rate < found / looked_up:
+        if run.statistics.hit_rate < hits / looked_up:
             low = middle
         else:
             high = middle

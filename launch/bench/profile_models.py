@@ -44,7 +44,7 @@ class ProfilerWorker(JsonWorker):
         cores = shared.verifier if target else shared.drafter
         if ranks:
             cores = ranks.hosts[0].cores
-        told = ProfilerSettings(
+        profiler_settings = ProfilerSettings(
             part=part,
             model=pair.model if target else pair.draft_model,
             threads=max(1, len(cores)),
@@ -58,8 +58,8 @@ class ProfilerWorker(JsonWorker):
         super().__init__(
             "profiler",
             "services.tools.profiler",
-            told,
-            device=told.device,
+            profiler_settings,
+            device=profiler_settings.device,
             environment=ranks.hosts[0].environment if ranks else {},
         )
         self.part = part

@@ -175,15 +175,15 @@ def _timeline(result: BenchFile) -> str:
 def _profile(result: BenchFile) -> str:
     if result.profile is None or not result.profile.verify_ms:
         return ""
-    found = result.profile
+    profile = result.profile
     body = (
         "<p>Each model alone. Verifying several tokens at once should cost little more than one, "
         "and drafting many branches little more than one branch: that is what speculation lives "
-        f"on. A message takes {found.ipc_ms:.2f} ms; while the drafter works, the target is "
-        f"{found.contention:.0%} slower.</p>"
+        f"on. A message takes {profile.ipc_ms:.2f} ms; while the drafter works, the target is "
+        f"{profile.contention:.0%} slower.</p>"
     )
-    body += costs(found) if found.draft_ms else ""
-    p = found.prediction
+    body += costs(profile) if profile.draft_ms else ""
+    p = profile.prediction
     if p is not None:
         body += (
             f"<p>From these figures and a few short answers: <b>{_e(p.best_mode)}</b> was "

@@ -143,12 +143,12 @@ def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
 
 def _pids(clients: dict[str, Client]) -> dict[str, int]:
     """Return the processes of all stacks; those of another drafter's stack carry its name."""
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for drafter, client in clients.items():
         status = client.status()
-        own = {"orchestrator": status.pid} | {s.role: s.pid for s in status.services}
-        found |= {f"{role} {drafter}".strip(): pid for role, pid in own.items()}
-    return found
+        of_stack = {"orchestrator": status.pid} | {s.role: s.pid for s in status.services}
+        pids |= {f"{role} {drafter}".strip(): pid for role, pid in of_stack.items()}
+    return pids
 
 
 def _runs(

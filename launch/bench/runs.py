@@ -152,8 +152,8 @@ class Bench:
         self.compared += 1
         if run.emitted == plain.emitted:
             return
-        asked = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
-        at, found = self.reference.parting(asked, plain.emitted, run.emitted, sampling)
+        prompt_tokens = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
+        at, tie_check = self.reference.parting(prompt_tokens, plain.emitted, run.emitted, sampling)
         self.divergences.append(
             Divergence(
                 prompt_id=prompt.id,
@@ -161,8 +161,8 @@ class Bench:
                 repeat=run.repeat,
                 temperature=run.temperature,
                 position=at,
-                margin=None if found is None else found.margin,
-                tie=found is not None and found.is_tie,
+                margin=None if tie_check is None else tie_check.margin,
+                tie=tie_check is not None and tie_check.is_tie,
             )
         )
 

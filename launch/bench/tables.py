@@ -137,13 +137,13 @@ def profile(found: Profile) -> Table:
     return table
 
 
-def overlap(found: Overlap) -> Table:
+def overlap(times: Overlap) -> Table:
     """Build a table that shows whether two compute units really run concurrently."""
     table = _empty("overlap", "ms")
-    table.add_row(found.first, f"{found.first_ms:.0f}")
-    table.add_row(found.second, f"{found.second_ms:.0f}")
-    table.add_row("in turn", f"{found.first_ms + found.second_ms:.0f}")
-    table.add_row("together", f"{found.together_ms:.0f}")
-    table.add_row("speed-up, at best 2", f"{found.speed_up:.2f}")
-    table.add_row("of the shorter, hidden", f"{found.efficiency:.2f}")
+    table.add_row(times.first, f"{times.first_ms:.0f}")
+    table.add_row(times.second, f"{times.second_ms:.0f}")
+    table.add_row("in turn", f"{times.first_ms + times.second_ms:.0f}")
+    table.add_row("together", f"{times.together_ms:.0f}")
+    table.add_row("speed-up, at best 2", f"{times.speed_up:.2f}")
+    table.add_row("of the shorter, hidden", f"{times.efficiency:.2f}")
     return table

@@ -115,9 +115,9 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
             return {field: convert(value)}
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
-    known = ["k=N", "b=N", "tree-nodes=N", "saguaro=C", "drafter=MODEL"]
-    known += [*_ACCEPTANCES]
-    raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
+    knob_forms = ["k=N", "b=N", "tree-nodes=N", "saguaro=C", "drafter=MODEL"]
+    knob_forms += [*_ACCEPTANCES]
+    raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(knob_forms)}")
 
 
 def parse_all(text: str) -> tuple[Variant, ...]:

@@ -135,12 +135,12 @@ def command(**options: Any) -> None:
 
 
 def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Prompt]:
-    given = [source for source in (text, prompt, file) if source is not None]
-    if len(given) != 1:
+    sources = [source for source in (text, prompt, file) if source is not None]
+    if len(sources) != 1:
         raise UsageError("give exactly one of PROMPT, --prompt and --prompts")
     if file is not None:
         return read_prompts(file)
-    return [Prompt(generate.read_prompt(str(given[0])))]
+    return [Prompt(generate.read_prompt(str(sources[0])))]
 
 
 def _answer_options(

@@ -142,8 +142,8 @@ def _of_stack(
                 load.load_mlx_lm, reference, prompts, max_tokens=max_tokens, stop_ids=stop_ids
             )
         # Interleaved, so that a slow phase of the machine affects all of them.
-        found = [(mode, ask[mode](streams=number)) for number in streams for mode in ask]
-    return [one for mode in ask for name, one in found if name == mode]
+        results = [(mode, ask[mode](streams=number)) for number in streams for mode in ask]
+    return [one for mode in ask for name, one in results if name == mode]
 
 
 def _numbers(text: str) -> list[int]:

@@ -47,22 +47,22 @@ def add(model: str, name: str | None) -> None:
     Qwen2.5-Coder with 1.5B and 0.5B parameters, `gemma3-270m` is Gemma 3 270M. What is there
     already is kept. A folder or a GGUF file stays where it is; a file is converted.
     """
-    known = read_registry()
-    if model == DEFAULT or model in known:
+    registry = read_registry()
+    if model == DEFAULT or model in registry:
         with console.bytes_bar() as report:
             if model == DEFAULT:
                 add_default(report)
             else:
-                add_from_registry(known[model], report)
-        licence = f"; licence: {known[model].licence}" if model in known else ""
+                add_from_registry(registry[model], report)
+        licence = f"; licence: {registry[model].licence}" if model in registry else ""
         console.note(f"--model {model} is ready{licence}")
         return
     path = Path(model).expanduser()
     file = path if is_gguf(path) else find_named(model)
     if file is None and not path.is_dir():
         raise UsageError(
-            f"{model!r} is neither {DEFAULT!r}, {', '.join(map(repr, known))}, nor a model folder "
-            "or a GGUF file; `ssd models pull OWNER/NAME` fetches a model from the hub"
+            f"{model!r} is neither {DEFAULT!r}, {', '.join(map(repr, registry))}, nor a model "
+            "folder or a GGUF file; `ssd models pull OWNER/NAME` fetches a model from the hub"
         )
     name = name or (path.resolve().name if file is None else path.stem)
     folder = convert_once(file) if file is not None else path
@@ -117,14 +117,14 @@ def inspect(model: str, *, as_json: bool) -> None:
     Architecture, parameters, context, vocabulary, quantisation, memory. MODEL is a
     folder, or a name that `ssd models list` shows. Only the heads of its files are read.
     """
-    found = read(model)
-    layers = describe_layers(found.folder)
-    deviations = read_deviations(Path(found.folder))
+    description = read(model)
+    layers = describe_layers(description.folder)
+    deviations = read_deviations(Path(description.folder))
     if as_json:
         more = {"layers": layers.misfit or layers.rewinding, "deviations": deviations}
-        _print({**msgspec.to_builtins(found), **msgspec.to_builtins(more)})
+        _print({**msgspec.to_builtins(description), **msgspec.to_builtins(more)})
     else:
-        card = _card(found)
+        card = _card(description)
         card.add_row("layers", layers.misfit or layers.rewinding)
         for one in deviations:
             card.add_row("not exact", describe_inexact(one))
@@ -143,11 +143,11 @@ def pull(name: str, *, as_json: bool) -> None:
     """
     folder = download(name)
     console.stderr().print(f"{name} is at {folder}", markup=False)
-    found = read(str(folder))
+    description = read(str(folder))
     if as_json:
-        _print(found)
+        _print(description)
     else:
-        console.stdout().print(_card(found))
+        console.stdout().print(_card(description))
 
 
 @command.command("recommend")
@@ -169,11 +169,11 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
     `ssd bench` measures what it gains here.
     """
     total = round(memory * 1e9) if memory else psutil.virtual_memory().total
-    found = recommend(total, purpose, cpu_cores=0 if memory else _computing_cores())
+    pairs = recommend(total, purpose, cpu_cores=0 if memory else _computing_cores())
     if as_json:
-        _print({"memory_bytes": total, "pairs": found})
+        _print({"memory_bytes": total, "pairs": pairs})
         return
-    for entry in found:
+    for entry in pairs:
         console.stdout().print(_format_recommendation(entry))
     console.stdout().print(
         f"For {format_bytes(total)} of memory. Expected, not measured, except for pairs that "

@@ -70,21 +70,21 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
 
 def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
     with console.stderr().status("simulating") as status:
-        found = compare(scenario, strategy_grid() if sweep else (), status.update)
-        runs = [found.plain, found.sequential, found.adaptive]
+        comparison = compare(scenario, strategy_grid() if sweep else (), status.update)
+        runs = [comparison.plain, comparison.sequential, comparison.adaptive]
         if asked != Strategy():
             runs.append(simulate(scenario, asked))
-    if found.best_fixed is not None:
-        runs.append(found.best_fixed)
+    if comparison.best_fixed is not None:
+        runs.append(comparison.best_fixed)
     if as_json:
-        all_runs = [*runs[:-1], *found.fixed] if found.fixed else runs
-        click.echo(scenarios.as_json(scenario, all_runs, found))
+        all_runs = [*runs[:-1], *comparison.fixed] if comparison.fixed else runs
+        click.echo(scenarios.as_json(scenario, all_runs, comparison))
         return
     out = console.stdout()
     out.print(scenarios.HEADLINE, markup=False)
     out.print(f"{scenario.name}: {scenario.note}" if scenario.note else scenario.name, markup=False)
-    out.print(scenarios.table(runs, found.plain))
+    out.print(scenarios.table(runs, comparison.plain))
     out.print(scenarios.LEGEND, markup=False)
-    if found.fixed:
-        out.print(scenarios.grid(found))
-    out.print(scenarios.verdict(found), markup=False)
+    if comparison.fixed:
+        out.print(scenarios.grid(comparison))
+    out.print(scenarios.verdict(comparison), markup=False)

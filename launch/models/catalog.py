@@ -86,23 +86,23 @@ def read(reference: str) -> Model:
     """
     is_default = reference == DEFAULT
     folder = require_default(default_target()) if is_default else Path(reference).expanduser()
-    found: Model | None
+    described: Model | None
     file = folder if is_gguf(folder) else find_named(reference)
     if file is not None:
         folder = convert_once(file)
-        found = _describe(reference, folder, "folder", _disk(folder))
+        described = _describe(reference, folder, "folder", _disk(folder))
     elif folder.is_dir():
-        found = _describe(str(folder), folder.resolve(), "folder", _disk(folder))
+        described = _describe(str(folder), folder.resolve(), "folder", _disk(folder))
     else:
-        found = next((model for model in list_models() if model.name == reference), None)
-    if found is None:
+        described = next((model for model in list_models() if model.name == reference), None)
+    if described is None:
         raise UsageError(
             f"no model {reference!r} on this machine; `ssd models list` shows what is here, "
             "`ssd models pull OWNER/NAME` downloads from the hub"
         )
-    if found.problem:
-        raise ModelError(found.problem)
-    return found
+    if described.problem:
+        raise ModelError(described.problem)
+    return described
 
 
 def add_folder(folder: Path, name: str) -> None:
@@ -114,9 +114,9 @@ def add_folder(folder: Path, name: str) -> None:
     """
     if not re.fullmatch(r"\w[\w.-]*", name) or name == DEFAULT:
         raise UsageError(f"{name!r} cannot name a model; use letters, digits, . - and _")
-    found = _describe(name, folder.resolve(), "folder", 0)
-    if found.problem:
-        raise ModelError(found.problem)
+    described = _describe(name, folder.resolve(), "folder", 0)
+    if described.problem:
+        raise ModelError(described.problem)
     link = cache_dir() / "models" / name
     link.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -83,13 +83,15 @@ def conversion_in(folder: Path) -> Conversion:
             f"compression {facts['compression']}"
         )
         agreed = facts["parity"].get("agreement")
-        told = f", best token equal on {agreed['greedy']:.3f} of those compared" if agreed else ""
+        comparison = (
+            f", best token equal on {agreed['greedy']:.3f} of those compared" if agreed else ""
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{str(folder / _MANIFEST)!r} has unexpected content ({error!r})"
         ) from error
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Conversion(text + told, size, state)
+    return Conversion(text + comparison, size, state)
 
 
 def is_converted(folder: Path) -> bool:
@@ -99,11 +101,11 @@ def is_converted(folder: Path) -> bool:
 
 def require_converted(folder: Path) -> Path:
     """Return the converted form of a model; raise ModelError if there is none."""
-    found = find_converted(folder)
-    if found is None:
+    converted = find_converted(folder)
+    if converted is None:
         raise ModelError(
             f"{str(folder)!r} is not converted to CoreML, and there is no "
             f"{str(default_conversion_dir(folder))!r}; "
             f"run `ssd convert --model {folder}` once"
         )
-    return found
+    return converted

@@ -154,9 +154,9 @@ def find_named(reference: str) -> Path | None:
     if not reference.startswith((LM_STUDIO, OLLAMA)):
         return None
     names = {reference, f"{reference}:{_DEFAULT_TAG}"}
-    for found in list_ggufs():
-        if found.name in names:
-            return found.path
+    for file in list_ggufs():
+        if file.name in names:
+            return file.path
     raise UsageError(f"there is no model {reference!r}; `ssd models list` shows what is here")
 
 

@@ -20,9 +20,9 @@ def resolve(reference: str) -> Path:
     if reference == DEFAULT:
         return require_default(default_target())
     folder = Path(reference).expanduser()
-    own = cache_dir() / "models" / reference
-    if folder.is_dir() or ("/" not in reference and own.is_dir()):
-        return (folder if folder.is_dir() else own).resolve()
+    cached = cache_dir() / "models" / reference
+    if folder.is_dir() or ("/" not in reference and cached.is_dir()):
+        return (folder if folder.is_dir() else cached).resolve()
     if is_gguf(folder):
         return convert_once(folder)
     if (file := find_named(reference)) is not None:

@@ -60,7 +60,7 @@ class Pair:
         server: RemoteServer | None = None,
     ) -> "Pair":
         """Return the same target with another drafter; raise UsageError or ModelError."""
-        names: dict[str, BackendName] = {"none": "ngram", **{known: known for known in BACKENDS}}
+        names: dict[str, BackendName] = {"none": "ngram", **{one: one for one in BACKENDS}}
         name = names.get(backend)
         if name is None:
             raise UsageError(f"unknown drafter backend {backend!r}; known: {', '.join(names)}")
@@ -173,10 +173,10 @@ def command_of(text: str) -> tuple[str, ...]:
         raise UsageError(f"cannot parse --draft-command {text!r}: {error}") from error
     if not words:
         return ()
-    found = shutil.which(words[0])
-    if found is None:
+    program = shutil.which(words[0])
+    if program is None:
         raise UsageError(f"--draft-command: no program {words[0]!r}")
-    return (str(Path(found).absolute()), *words[1:])
+    return (str(Path(program).absolute()), *words[1:])
 
 
 def _automatic(settings: StackSettings, target: Path) -> str:
@@ -189,6 +189,6 @@ def _automatic(settings: StackSettings, target: Path) -> str:
         return "ngram"
     named = settings.draft_model and settings.draft_model != DEFAULT
     drafter = resolve(settings.draft_model) if named else default_drafter()
-    found = find_converted(drafter)
+    converted = find_converted(drafter)
     on_mac = sys.platform == "darwin" and settings.draft_device == ""
-    return "coreml" if found == drafter or (found is not None and on_mac) else "mlx"
+    return "coreml" if converted == drafter or (converted is not None and on_mac) else "mlx"

@@ -100,12 +100,14 @@ def recommend(
         cpu_cores: cores that compute where there is no GPU, else 0. What a CPU reads in a second
             bounds the speed; of some architectures it holds float32 weights.
     """
-    found = [
+    entries = [
         _estimate(entry, memory_bytes, cpu_cores)
         for entry in read_pairs()
         if purpose is None or purpose in entry.purposes
     ]
-    return sorted(found, key=lambda r: (not r.fits, -r.memory_bytes if r.fits else r.memory_bytes))
+    return sorted(
+        entries, key=lambda r: (not r.fits, -r.memory_bytes if r.fits else r.memory_bytes)
+    )
 
 
 def read_pairs() -> list[_Entry]:

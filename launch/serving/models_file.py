@@ -133,8 +133,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read_folder(path: Path) -> dict[str, Any]:
     """Return every model folder below: `NAME`, or `OWNER/NAME` as in LM Studio."""
-    found = [*path.glob("*/config.json"), *path.glob("*/*/config.json")]
-    folders = sorted(file.parent for file in found if any(file.parent.glob("*.safetensors")))
+    configs = [*path.glob("*/config.json"), *path.glob("*/*/config.json")]
+    folders = sorted(file.parent for file in configs if any(file.parent.glob("*.safetensors")))
     return {
         folder.relative_to(path).as_posix(): {"model": str(folder.resolve())} for folder in folders
     }

@@ -212,8 +212,8 @@ class ModelPool:
         entry.used_at = now
         if not reason:
             return
-        wanted, entry.drafter = entry.drafter, ""
-        for one in [one for one in entry.waiting if one.drafter == wanted]:
+        requested, entry.drafter = entry.drafter, ""
+        for one in [one for one in entry.waiting if one.drafter == requested]:
             entry.waiting.remove(one)
             yield Refuse(one.use, reason, "unavailable")
 
@@ -262,13 +262,13 @@ class ModelPool:
         """Return models that accept no new requests, so that the starved one gets its room."""
         missing = (starved.memory_bytes or 0) - self._room(free_bytes)
         loaded = [e for e in self._entries.values() if e.state == "loaded" and not e.keep_loaded]
-        found: list[str] = []
+        names: list[str] = []
         for entry in sorted(loaded, key=lambda one: (bool(one.users), one.used_at)):
             if missing > 0:
                 missing -= entry.memory_bytes or 0
-                found.append(entry.name)
+                names.append(entry.name)
         others = (e for e in self._entries.values() if e.state == "unloaded" and e is not starved)
-        return [*found, *(entry.name for entry in others)]
+        return [*names, *(entry.name for entry in others)]
 
     def _serve(
         self, entry: _Entry, now: float, free_bytes: int, busy: Collection[str]

@@ -32,16 +32,16 @@ def child_environment(device: Device) -> dict[str, str]:
     Raises:
         UsageError: the GPU is not visible to this process.
     """
-    own = {**_MLX_ON_CUDA, **_place_kernels(), **os.environ}
+    environment = {**_MLX_ON_CUDA, **_place_kernels(), **os.environ}
     if not device.startswith(_CUDA):
-        return own
+        return environment
     index = int(device.removeprefix(_CUDA))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     if not shown:
         raise UsageError(f"no device {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
     # By bus, like nvidia-smi, not by speed, which is CUDA's default.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
 
 
@@ -60,24 +60,24 @@ def _place_kernels() -> dict[str, str]:
 
 def _gpu_models() -> list[str]:
     """Return NVIDIA's GPU models of this machine, as parts of a file name; one of each kind."""
-    found = set[str]()
+    gpu_names = set[str]()
     for file in _GPUS.glob("*/information"):
         with contextlib.suppress(OSError):
             lines = file.read_text("utf-8", "replace").splitlines()
             models = [line.partition(":")[2] for line in lines if line.startswith("Model:")]
-            found |= {re.sub(r"\W+", "_", model.strip()) for model in models}
-    return sorted(found)
+            gpu_names |= {re.sub(r"\W+", "_", model.strip()) for model in models}
+    return sorted(gpu_names)
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions by distribution name; empty if one is not installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
 def has_cuda() -> bool:

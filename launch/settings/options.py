@@ -48,8 +48,8 @@ def settings_of(*, more: Sequence[str] = (), **flags: Any) -> StackSettings:
 
     `more` holds the values of `--set`.
     """
-    given = {key: value for key, value in flags.items() if value is not None}
-    return stack_settings({**read_more(more, WITHOUT_FLAG), **given})
+    explicit = {key: value for key, value in flags.items() if value is not None}
+    return stack_settings({**read_more(more, WITHOUT_FLAG), **explicit})
 
 
 def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:

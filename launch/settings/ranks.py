@@ -141,10 +141,14 @@ def _hosts(file: _HostsFile, gpus: Iterator[dict[str, str]] | None) -> list[Rank
     hosts = []
     for rank, host in enumerate(file.hosts):
         is_local = rank == 0 or host.ssh in _LOCAL
-        own = next(gpus) if gpus is not None and is_local else {}
+        variables = next(gpus) if gpus is not None and is_local else {}
         hosts.append(
             RankHost(
-                name=host.ssh, is_local=is_local, ips=host.ips, rdma=host.rdma, environment=own
+                name=host.ssh,
+                is_local=is_local,
+                ips=host.ips,
+                rdma=host.rdma,
+                environment=variables,
             )
         )
     return hosts

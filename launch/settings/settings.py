@@ -208,10 +208,10 @@ _OF_THE_GATEWAY = frozenset({
 def name_settings(settings: StackSettings) -> dict[str, Any]:
     """Return the settings that differ from their defaults, except those of HTTP."""
     default = msgspec.structs.asdict(StackSettings())
-    given = msgspec.structs.asdict(settings)
+    values = msgspec.structs.asdict(settings)
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if value != default[name] and name not in _OF_THE_GATEWAY
     }
 

@@ -69,8 +69,8 @@ class Child:
         if self._killed_because:
             return self._killed_because
         with contextlib.suppress(OSError):
-            own = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-            if sentence := find_error(own):
+            output = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            if sentence := find_error(output):
                 return sentence
         code = self.exit_code
         if code is not None and code < 0:

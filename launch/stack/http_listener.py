@@ -31,9 +31,9 @@ class HttpListener(Closeable):
                 "or listen on 127.0.0.1"
             )
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             # `localhost` is often both; most clients mean IPv4.
-            family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+            family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)

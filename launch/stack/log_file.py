@@ -27,12 +27,12 @@ class LogFile:
             return []
         self._offset += len(added)
         *lines, self._half = (self._half + added).split(b"\n")
-        found: list[tuple[float, str]] = []
+        timed: list[tuple[float, str]] = []
         for line in lines:
             text = line.decode("utf-8", "replace")
             self._time = float(str(parse_line(text).get("time", self._time)))
-            found.append((self._time, text))
-        return found
+            timed.append((self._time, text))
+        return timed
 
 
 def parse_line(line: str) -> dict[str, object]:
@@ -50,8 +50,8 @@ def format_line(role: str, line: str) -> str:
     if not fields:
         return f"{'':12} {role:12} {line}"
     clock = time.strftime("%H:%M:%S", time.localtime(float(str(fields["time"]))))
-    known = ("time", "role", "level", "message", "trace")
-    ids = " ".join(f"{name}={value}" for name, value in fields.items() if name not in known)
+    standard = ("time", "role", "level", "message", "trace")
+    ids = " ".join(f"{name}={value}" for name, value in fields.items() if name not in standard)
     trace = f"\n{fields['trace']}" if "trace" in fields else ""
     parts = (f"{clock:12}", f"{role:12}", f"{fields.get('level', ''):8}", ids, fields["message"])
     return " ".join(str(part) for part in parts if part) + trace

@@ -108,15 +108,15 @@ def await_drafter(
     Raises:
         SsdError: the drafter ended, with its reason, or was not ready in time.
     """
-    told = False
+    reported = False
     for _ in _looks([child], Deadline(timeout_s), {"new drafter"}):
         if ended():
             raise RuntimeFailure("the stack ended before the new drafter was ready")
         meanwhile()
         if (
-            not told and old is not None and old.exit_code is not None
+            not reported and old is not None and old.exit_code is not None
         ):  # otherwise requests would wait for its drafts
-            told = True
+            reported = True
             reason = old.last_words()
             link.report_service_down(
                 ServiceDown(role="drafter", pid=old.pid, reason=reason, final=False)

@@ -129,11 +129,11 @@ class StackObserver(Closeable):
         self._seen = {pid: p for pid, p in self._seen.items() if pid in {t.pid for t in told}}
         return [self._figures(status) for status in told]
 
-    def _figures(self, told: ProcessStatus) -> ProcessFigures:
+    def _figures(self, process_status: ProcessStatus) -> ProcessFigures:
         memory, cpu, uptime = 0, 0.0, 0.0
-        state: ProcessState | Literal["stopped", "gone"] = told.state
+        state: ProcessState | Literal["stopped", "gone"] = process_status.state
         try:
-            process = self._seen.setdefault(told.pid, psutil.Process(told.pid))
+            process = self._seen.setdefault(process_status.pid, psutil.Process(process_status.pid))
             with process.oneshot():
                 memory = process.memory_info().rss
                 cpu = process.cpu_percent()
@@ -143,13 +143,13 @@ class StackObserver(Closeable):
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             state = state if state == "lost" else "gone"
         return ProcessFigures(
-            role=told.role,
-            pid=told.pid,
+            role=process_status.role,
+            pid=process_status.pid,
             state=state,
-            restarts=told.restarts,
-            backend=told.backend,
-            model=told.model,
-            device=told.device,
+            restarts=process_status.restarts,
+            backend=process_status.backend,
+            model=process_status.model,
+            device=process_status.device,
             memory_bytes=memory,
             cpu_percent=cpu,
             uptime_s=uptime,

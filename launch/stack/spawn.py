@@ -27,7 +27,7 @@ def start_orchestrator(
     settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int
 ) -> Child:
     """Start the orchestrator."""
-    told = OrchestratorSettings(
+    child_settings = OrchestratorSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
         services_address=run_dir.services_address,
@@ -50,7 +50,7 @@ def start_orchestrator(
         first_timeout_s=settings.start_timeout_s,
         lookup_only=not pair.has_drafter,
     )
-    return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
+    return Child("orchestrator", "orchestrator.main", child_settings, run_dir.log("orchestrator"))
 
 
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
@@ -58,7 +58,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
     shared = share_cores(pair.backend)
     ranks = _rank_group(settings, shared.verifier)
     cores = ranks.hosts[0].cores if ranks else shared.verifier
-    told = VerifierSettings(
+    child_settings = VerifierSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
         address=run_dir.services_address,
@@ -83,7 +83,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         ranks=ranks,
         prelaunches=ranks is None and _shares_no_gpu(settings, pair),
     )
-    return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
+    return Child("verifier", "services.verifier.main", child_settings, run_dir.log("verifier"))
 
 
 def _shares_no_gpu(settings: StackSettings, pair: Pair) -> bool:
@@ -142,7 +142,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
     """Start a drafter."""
     shared = share_cores(pair.backend)
     cores, ranks = shared.drafter, _rank_group(settings, shared.verifier)
-    told = DrafterSettings(
+    child_settings = DrafterSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
         address=run_dir.services_address,
@@ -169,7 +169,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         # Other backends have no choice of device; one may have been swapped in.
         device=settings.draft_device if pair.backend in {"mlx", "head"} else "",
     )
-    return Child("drafter", "services.drafter.main", told, run_dir.log("drafter"))
+    return Child("drafter", "services.drafter.main", child_settings, run_dir.log("drafter"))
 
 
 def preset_sampling(settings: StackSettings, pair: Pair | None = None) -> Sampling:
@@ -200,7 +200,7 @@ def start_gateway(
     model_server: str = "",
 ) -> Child:
     """Start a gateway for these models behind the listener."""
-    told = GatewaySettings(
+    child_settings = GatewaySettings(
         lifeline=lifeline,
         models=models,
         model_server=model_server,
@@ -218,7 +218,7 @@ def start_gateway(
         max_draft_tokens=get_preset(settings.preset).max_draft_tokens,
         log_level=settings.log_level,
     )
-    return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))
+    return Child("gateway", "services.gateway.main", child_settings, run_dir.log("gateway"))
 
 
 def describe_gateway(child: Child) -> ProcessStatus:

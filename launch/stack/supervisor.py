@@ -164,12 +164,12 @@ class Supervisor:
         return [child.pid for child in list(self._children.values())]
 
     def _spawn(self, role: str) -> None:
-        told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
+        arguments = self._settings, self._pair, self.run_dir, self._lifeline.child_end
         if role == "gateway" and self.listener is not None:
             models = [name_model(self._settings, self._pair, self.run_dir)]
-            self._adopt(start_gateway(self._settings, models, *told[2:], self.listener))
+            self._adopt(start_gateway(self._settings, models, *arguments[2:], self.listener))
         else:
-            self._adopt(_START[role](*told))
+            self._adopt(_START[role](*arguments))
 
     def _adopt(self, child: Child) -> None:
         self._children[child.role] = child

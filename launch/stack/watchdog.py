@@ -65,17 +65,17 @@ class Watchdog(Closeable):
         orchestrator = {k for k, c in living.items() if c.role == "orchestrator"}
         self._watch(self._answering, orchestrator, first_s)
         self._watch(self._stopped, {k for k, c in living.items() if is_stopped(c.pid)})
-        found = self._find_marked(living.values())
+        reasons = self._find_marked(living.values())
         if failure := self._link.take_failure():
-            found |= {c.role: failure for c in living.values() if c.role == "orchestrator"}
+            reasons |= {c.role: failure for c in living.values() if c.role == "orchestrator"}
         for detector, what in (
             (self._loading, f"was not ready within {self._start_timeout_s:g} s ({START_LIMIT})"),
             (self._answering, "hangs: it does not answer any more"),
             (self._stopped, f"was stopped for more than {_STOPPED_S:g} s"),
         ):
             for key in detector.update(now):
-                found[living[key].role] = f"the {living[key].role} {what}"
-        return found
+                reasons[living[key].role] = f"the {living[key].role} {what}"
+        return reasons
 
     def _ask(self, now: float) -> None:
         status = self._link.poll_status()
@@ -94,10 +94,10 @@ class Watchdog(Closeable):
         self, detector: HangDetector, keys: set[bytes], first_timeout_s: float | None = None
     ) -> None:
         """Watch exactly these children; those already watched keep their state."""
-        seen = self._seen[detector]
-        for key in keys - seen:
+        watched = self._seen[detector]
+        for key in keys - watched:
             detector.watch(key, first_timeout_s)
-        for key in seen - keys:
+        for key in watched - keys:
             detector.forget(key)
         self._seen[detector] = keys
 

@@ -172,23 +172,23 @@ def _sequences(status: Status) -> RenderableType:
     return Panel(content, title=title, title_align="left", border_style="dim")
 
 
-def _row(seen: SequenceStatus) -> list[str]:
-    choice = seen.planner
+def _row(row: SequenceStatus) -> list[str]:
+    choice = row.planner
     width = f" x {choice.branches}" if choice.branches else ""
     plan = f"{choice.mode} {choice.num_draft_tokens}{width}" if choice.speculating else "plain"
-    prompt = str(seen.prompt_tokens)
-    if seen.state == "prefill" and seen.computed_tokens:
-        prompt = f"{seen.computed_tokens} of {prompt}"
+    prompt = str(row.prompt_tokens)
+    if row.state == "prefill" and row.computed_tokens:
+        prompt = f"{row.computed_tokens} of {prompt}"
     return [
-        str(seen.sequence),
-        seen.state if seen.state != "stranded" else "a verifier",
-        format_duration(seen.age_s),
+        str(row.sequence),
+        row.state if row.state != "stranded" else "a verifier",
+        format_duration(row.age_s),
         prompt,
-        str(seen.cached_tokens),
-        str(seen.tokens),
-        f"{seen.tok_s:.1f}",
-        f"{seen.acceptance_rate:.2f}",
-        f"{seen.hit_rate:.2f}",
+        str(row.cached_tokens),
+        str(row.tokens),
+        f"{row.tok_s:.1f}",
+        f"{row.acceptance_rate:.2f}",
+        f"{row.hit_rate:.2f}",
         plan,
     ]
 

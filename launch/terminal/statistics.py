@@ -31,8 +31,8 @@ def statistics_table(
 
 def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int]:
     """Return how many draft tokens of these origins were accepted, and how many verified."""
-    known = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
-    return sum(one.tokens - one.rounds for one in known), sum(one.drafted for one in known)
+    by_origin = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
+    return sum(one.tokens - one.rounds for one in by_origin), sum(one.drafted for one in by_origin)
 
 
 def is_comparable(s: Statistics) -> bool:

@@ -29,8 +29,8 @@ def _events(slices: Iterable[TraceEvent]) -> Iterator[dict[str, Any]]:
     ordered = sorted(slices, key=lambda one: one.start_us)
     for number, track in enumerate(TRACKS, start=1):
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}}
-        own = [one for one in ordered if one.track == track]
-        for one in [*own, *(_idle(own) if track == "verifier" else [])]:
+        slices_of_track = [one for one in ordered if one.track == track]
+        for one in [*slices_of_track, *(_idle(slices_of_track) if track == "verifier" else [])]:
             yield {
                 "ph": "X",
                 "name": one.name,

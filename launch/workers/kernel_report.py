@@ -28,12 +28,12 @@ def ask_kernel_report(
     """
     if device == "cpu":
         return KernelReport(note=NO_GPU)
-    told = KernelReportSettings(model=model, kernels=kernels, passes=passes)
+    report_settings = KernelReportSettings(model=model, kernels=kernels, passes=passes)
     try:
         found = run_module(
             "kernel report",
             "services.tools.kernel_report",
-            encode_settings(told),
+            encode_settings(report_settings),
             timeout_s=_PASSES_TIMEOUT_S if passes else _TIMEOUT_S,
         )
     except SsdError as error:
