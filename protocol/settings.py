@@ -24,9 +24,7 @@ START_TIMEOUT_S = 180.0
 BackendName = Literal["mlx", "head", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"ngram", "stdio", "remote"})
-"""Backends that draft in one of our processes; `ngram` is prompt lookup, which needs no drafter
-process.
-"""
+"""Backends that draft in one of our processes; `ngram` (prompt lookup) needs none."""
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
 """Compute units of a converted model, in CoreML's terms; `reference` is a slow numpy runtime for
@@ -39,9 +37,7 @@ Prefill = Literal["mlx", "coreml", "coreml-always"]
 PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
 MetalKernels = Literal["auto", "on", "off"]
-"""Use of our kernels for few rows on Apple's GPUs: where they are faster, wherever they are
-correct, or never.
-"""
+"""Kernels for few rows on Apple's GPUs: where faster, wherever correct, or never."""
 METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
 
 CpuActivations = Literal["int8", "float"]
@@ -219,9 +215,7 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """stdio and remote: longest wait for the drafter to be ready, or to prefill."""
     answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
-    """stdio and remote: longest wait for a draft that the target waits for; then the drafter
-    counts as hung.
-    """
+    """stdio and remote: longest wait for an awaited draft; then the drafter has hung."""
 
 
 class ReferenceSettings(Settings, frozen=True, kw_only=True):
@@ -269,18 +263,14 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     service that reports progress (a long prefill) gets more.
     """
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
-    """Silence after which a service counts as hung; more if its calls take longer
-    (`hang_detector.py`).
-    """
+    """Silence after which a service has hung; more if its calls are slow (`hang_detector.py`)."""
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """The same limit before a service's first result, which may include compiling and loading."""
     lookup_only: bool = False
     """Use no drafter: prompt lookup drafts alone."""
 
     def on_orphaned(self) -> None:
-        """Kill children that cannot end themselves and remove the run folder: the supervisor
-        cannot.
-        """
+        """Kill stuck children and remove the run folder: the supervisor cannot."""
         kill_children(Path(self.run_dir))
         remove_folder(Path(self.run_dir))
 

@@ -142,9 +142,7 @@ class Supervisor:
         self.run_dir.describe(os.getpid(), *models, settings=named)
 
     def _try_server(self, server: RemoteServer) -> None:
-        """Warn if the draft server is absent; in a separate thread, since name resolution may
-        take long.
-        """
+        """Warn if the draft server is absent; in a thread, since name resolution is slow."""
         if reason := find_tcp_error(server.address, _CONNECT_S):
             self._report_state("drafter", "starting", reason)
 
