@@ -18,7 +18,7 @@ _FEWEST = 3
 
 
 def keys(runs: Iterable[BenchRun]) -> dict[str, tuple[str, float]]:
-    """Return name in the summary -> (mode, temperature), in the order of the runs."""
+    """Map each name in the summary to its (mode, temperature), in the order of the runs."""
     pairs = list(dict.fromkeys((run.mode, run.temperature) for run in runs))
     several = len({temperature for _, temperature in pairs}) > 1
     return {

@@ -95,7 +95,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     console.stderr().print("measuring: kernels for few rows")
     kernels = ask_kernel_report(str(target), "auto", survey.device, passes=True)
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
-    # A target of any size drafts for itself only on a device.
+    # Self-drafting with a target of any size is only feasible on a device.
     drafter = (own if _on_mac() else None) or folder
     settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
     answers: list[MeasuredAnswer] = []

@@ -9,7 +9,7 @@ from protocol.errors import ModelError
 from protocol.safetensors import read_header
 
 _PACKED_ON_CPU = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures that keep the bits of their files on a CPU (`services.kernels.cpu.equip`)."""
+"""Architectures whose weights stay packed on a CPU (`services.kernels.cpu.equip`)."""
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 

@@ -93,7 +93,7 @@ def read_models(path: Path, common: StackSettings) -> list[ModelEntry]:
     """Read the models of a file, or of a folder of model folders.
 
     Args:
-        path: path of either.
+        path: a TOML file, or a folder.
         common: defaults for the models' tables.
 
     Raises:

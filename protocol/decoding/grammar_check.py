@@ -29,7 +29,7 @@ _WRITE_S = 5.0
 """Time limit for the idle process to receive a grammar."""
 _REMEMBERED = 256
 _ATTEMPTS = 2
-"""Attempts per grammar: a process may die for other reasons once; the second death counts."""
+"""Attempts per grammar: a single death of the process may have other causes."""
 
 
 class GrammarChecker(Closeable):

@@ -95,10 +95,10 @@ class Channel(_Endpoint, Generic[Inbound]):
     """One connection to a Hub.
 
     Args:
-        address: of the Hub.
-        decoder: of its messages.
-        lock: for a network.
-        send_timeout_s: how long a send waits for a peer that reads too slowly.
+        address: address of the Hub.
+        decoder: decoder of its messages.
+        lock: keys for a network connection.
+        send_timeout_s: longest wait of a send for a peer that reads slowly.
     """
 
     def __init__(
