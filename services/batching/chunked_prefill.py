@@ -200,19 +200,19 @@ class ChunkedPrefill:
                 yield  # let another prompt run
                 continue
             chunk = tokens[state.length : state.length + size]
-            asked = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
+            request = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
             try:
                 yield
                 self._batcher.most_rows = size if self._shares else 0
-                began, own = time.perf_counter(), asked.logits is None
-                _, by = self._batcher.result(asked)
+                began, own = time.perf_counter(), request.logits is None
+                _, by = self._batcher.result(request)
                 state.commit(state.length)
                 # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()
                 if self._reader is not None:
-                    self._reader.log(sequence, len(sequence.tokens), asked.features)
+                    self._reader.log(sequence, len(sequence.tokens), request.features)
             finally:
-                self._batcher.withdraw(asked)
+                self._batcher.withdraw(request)
             self._order.on_chunk(number, len(chunk), time.perf_counter() - began)
             sequence.tokens += chunk
             if state.needs_checkpoints and self._checkpoints:

@@ -36,7 +36,7 @@ class PrefillSource(Protocol):
 
     @property
     def slots(self) -> int:
-        """Return the longest prompt that it takes."""
+        """The longest prompt that it takes."""
         ...
 
     def pieces(self, tokens: Tokens) -> Generator[Computed]:

@@ -160,9 +160,9 @@ class Batcher:
         inputs: Callable[[], mx.array] | None = None,
     ) -> BatchRequest:
         """Queue a sequence's tokens; nothing runs yet."""
-        asked = BatchRequest(tokens, state, begin, inputs)
-        self._waiting.append(asked)
-        return asked
+        request = BatchRequest(tokens, state, begin, inputs)
+        self._waiting.append(request)
+        return request
 
     def withdraw(self, asked: BatchRequest) -> None:
         """Drop a request; no effect if it has been computed."""
@@ -230,44 +230,44 @@ class Batcher:
         return chosen
 
     def _run(self, asks: list[BatchRequest]) -> None:
-        lengths = [asked.state.length for asked in asks]
+        lengths = [request.state.length for request in asks]
         try:
             self._forward(asks)
         # A sequence that the model cannot take must not fail the others.
         except Exception as error:  # noqa: BLE001
             if self.table is not None:
                 self.table.give_up_pass()
-            for asked, length in zip(asks, lengths, strict=True):
-                if asked.state.length > length:
-                    asked.state.commit(length)
+            for request, length in zip(asks, lengths, strict=True):
+                if request.state.length > length:
+                    request.state.commit(length)
             if len(asks) == 1:
                 asks[0].error = error
                 return
             _log.exception("a pass of %d sequences failed; now one by one", len(asks))
-            for asked in asks:
-                self._run([asked])
+            for request in asks:
+                self._run([request])
 
     def _forward(self, asks: list[BatchRequest]) -> None:
         if self._memory is not None:
-            self._memory.check([(asked.state, len(asked.tokens)) for asked in asks])
+            self._memory.check([(request.state, len(request.tokens)) for request in asks])
         row: Tokens = []
         ends = []
         inputs = []
-        for asked in asks:
-            row += [*asked.begin(), *asked.tokens]
+        for request in asks:
+            row += [*request.begin(), *request.tokens]
             ends.append(len(row))
-            if asked.inputs is not None:
-                inputs.append(asked.inputs())
+            if request.inputs is not None:
+                inputs.append(request.inputs())
         now = ForwardPass(len(row), len(asks))
-        states = [asked.state for asked in asks]
+        states = [request.state for request in asks]
         extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
         logits, now.features = self._build(mx.array(row)[None], states, extra)
-        for asked, end in zip(asks, ends, strict=True):
-            rows = slice(end - len(asked.tokens), end)
-            asked.logits, asked.by, asked.row = logits[rows], now, rows.start
+        for request, end in zip(asks, ends, strict=True):
+            rows = slice(end - len(request.tokens), end)
+            request.logits, request.by, request.row = logits[rows], now, rows.start
             if len(asks) > 1:
-                now.logits, asked.best = logits, partial(now.best, rows)
-            asked.features = None if now.features is None else now.features[rows]
+                now.logits, request.best = logits, partial(now.best, rows)
+            request.features = None if now.features is None else now.features[rows]
 
     def _build(
         self,

@@ -73,8 +73,8 @@ class PackedCache:
     @property
     def plain_stores(self) -> list[KVStore] | None:
         """Stores of the sequences, or None if one keeps more than keys and values."""
-        found = [getattr(cache, "plain_stores", None) for cache in self._caches]
-        return [store for own in found for store in own or ()] if all(found) else None
+        stores = [getattr(cache, "plain_stores", None) for cache in self._caches]
+        return [store for own in stores for store in own or ()] if all(stores) else None
 
     def _pieces(self, keys: mx.array, values: mx.array) -> Iterator[tuple[Any, mx.array, mx.array]]:
         split = (mx.split(rows, self._borders, axis=2) for rows in (keys, values))
@@ -206,10 +206,10 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
             own = kernel(queries, keys, values, scale, mask)
             if own is not None:
                 return own
-    found: mx.array = scaled_dot_product_attention(
+    out: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
-    return found
+    return out
 
 
 _attention: Any = _by_parts(_attend)

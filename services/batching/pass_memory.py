@@ -134,9 +134,7 @@ class PassMemory:
         return slots * self._kv.per_token + (self._kv.fixed if anew else 0)
 
     def _count_states(self, rows: int) -> int:
-        """Return the bytes that a pass over `rows` tokens needs for recurrent states until it
-        ends.
-        """
+        """Return the bytes that a pass over `rows` tokens needs for recurrent states."""
         size = self._kv.passes
         kept = rows if self._rejects and rows <= size.most_kept else 0
         own, held = size.per_row * (rows + self._more_rows), self._held_per_row * rows
@@ -181,9 +179,7 @@ def _count_row(model: Any) -> int:
 
 
 def _count_outputs(layer: nn.Module) -> int:
-    """Return the numbers that a layer computes for one token; of its experts, those one may
-    choose.
-    """
+    """Return the numbers that a layer computes for one token, in its chosen experts only."""
     total = 0
     for name, array in _weights(layer):
         if name.endswith("weight") and array.ndim == 2:  # a matrix
@@ -221,5 +217,5 @@ def _count_queries(model: Any) -> int:
 
 
 def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:
-    found: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
-    return found
+    parameters: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
+    return parameters

@@ -76,7 +76,7 @@ class Seat:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Return one array per layer that is computed once the pass has stored its rows."""
+        """One array per layer that is computed once the pass has stored its rows."""
         return self._table.milestones
 
     def evaluate(self) -> None:
@@ -104,7 +104,7 @@ class SlotTable:
         """Per layer, an array that is computed once the last pass has written its rows in place."""
 
     def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
-        """Return lazy [1, rows, head] logits of the passes of these, concatenated.
+        """Return lazy [1, rows, head] logits of these sequences' passes, concatenated.
 
         Returns None if nothing is stored yet that reveals the table's shape.
         """
@@ -139,8 +139,7 @@ class SlotTable:
         self._written = []
 
     def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
-        """Compute passes of each small size and some of prompts, so that no request waits for
-        them.
+        """Compute passes of each small size and some of prompts, before any request.
 
         Those of the small sizes are traced from then on, if that is faster here.
         """
@@ -190,7 +189,7 @@ class SlotTable:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Return one array per layer that is computed once the pass has stored its rows."""
+        """One array per layer that is computed once the pass has stored its rows."""
         return self._written or [layer.keys for layer in self._layers]
 
     def evaluate(self) -> None:

@@ -107,9 +107,9 @@ def attend_gathered(  # noqa: PLR0917  # `Attend`
 ) -> mx.array:
     """Compute `Attend` with MLX's own operations, which copy the visible slots; for comparison."""
     slots = first[:, None] + mx.arange(mask.shape[1])[None]
-    seen = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
+    gathered = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
     rows = queries.squeeze(0).swapaxes(0, 1)[:, :, None]
-    found: mx.array = mx.fast.scaled_dot_product_attention(
-        rows, seen[0], seen[1], scale=scale, mask=mask[:, None, None]
+    out: mx.array = mx.fast.scaled_dot_product_attention(
+        rows, gathered[0], gathered[1], scale=scale, mask=mask[:, None, None]
     )
-    return found[:, :, 0].swapaxes(0, 1)[None]
+    return out[:, :, 0].swapaxes(0, 1)[None]

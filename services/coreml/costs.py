@@ -16,11 +16,11 @@ def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
     """Return the median of `calls` calls of every function, the first left out."""
     state = model.new_state()
     executor = model.executor
-    found = []
+    costs = []
     for function in model.manifest.functions:
         times = [_time_call(model, function, state) for _ in range(calls + 1)][1:]
         placement = getattr(executor, "placements", {}).get(function.name)
-        found.append(
+        costs.append(
             FunctionCost(
                 name=function.name,
                 call_ms=statistics.median(times),
@@ -31,7 +31,7 @@ def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
                 off_ane=placement.off_ane if placement else {},
             )
         )
-    return found
+    return costs
 
 
 def warm(model: ConvertedModel) -> None:

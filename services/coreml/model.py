@@ -90,14 +90,14 @@ class ConvertedModel:
         function = self.manifest.function(name)
         self._check(function, feed)
         inputs = self._inputs(function, feed)
-        found = []
+        rows = []
         for part, (keys, values) in enumerate(past):
             given = inputs | {"past_keys": keys, "past_values": values}
             outputs = self.executor.run(part, name, given, None)
             inputs["x"] = outputs.get("hidden", inputs["x"])
             count = len(feed.tokens)
-            found.append((outputs["new_keys"][:, :, :count], outputs["new_values"][:, :, :count]))
-        return found
+            rows.append((outputs["new_keys"][:, :, :count], outputs["new_values"][:, :, :count]))
+        return rows
 
     def _check(self, function: PackageFunction, feed: Feed) -> None:
         count = len(feed.tokens)

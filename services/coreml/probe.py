@@ -68,14 +68,14 @@ def _device(settings: ProbeSettings) -> ProbeResult:
     rng = np.random.default_rng(0)
     tokens = [int(token) for token in rng.integers(0, device.manifest.vocabulary_size, _COMPARED)]
     branches = device.manifest.function("tree").tokens
-    found = []
+    results = []
     for model in (device, reference):
         state, tops = model.new_state(), []
         for start in range(0, _COMPARED, branches):
             part = tokens[start : start + branches]
             tops += model.run("tree", chain_feed(part, start, model.slots), state)
-        found.append(tops)
-    pairs = list(zip(*found, strict=True))
+        results.append(tops)
+    pairs = list(zip(*results, strict=True))
     return ProbeResult(
         kind="device",
         compute_units=settings.compute_units,

@@ -105,19 +105,19 @@ class Batches:
 
     def _bucket(self, rows: Integers, length: int, batch: int) -> _Bucket:
         per_row = float((self._weights[rows, :length] > 0).sum()) / len(rows)
-        wanted = -(-int(1.1 * per_row * batch + 1) // (2 * _STEP)) * 2 * _STEP
-        return _Bucket(rows, length, batch, min(wanted, batch * length))
+        positions = -(-int(1.1 * per_row * batch + 1) // (2 * _STEP)) * 2 * _STEP
+        return _Bucket(rows, length, batch, min(positions, batch * length))
 
     def _order(self, epoch: int) -> list[tuple[int, Integers]]:
         """Return the bucket and the rows of an epoch's steps."""
         if epoch not in self._orders:
             chance = np.random.default_rng([self._seed, 0, epoch])
-            found = []
+            steps = []
             for number, bucket in enumerate(self._buckets):
                 rows = np.resize(chance.permutation(bucket.rows), bucket.steps * bucket.batch)
-                found += [(number, part) for part in rows.reshape(bucket.steps, bucket.batch)]
-            order = chance.permutation(len(found))
-            self._orders = {epoch: [found[int(place)] for place in order]}
+                steps += [(number, part) for part in rows.reshape(bucket.steps, bucket.batch)]
+            order = chance.permutation(len(steps))
+            self._orders = {epoch: [steps[int(place)] for place in order]}
         return self._orders[epoch]
 
     def _of(
@@ -156,14 +156,14 @@ def _split_by_length(used: Integers, longest: int, batch: int) -> list[tuple[Int
     """Return rows and length of each bucket; one with less than a step's texts joins the next."""
     limits = sorted({_round_up(-(-longest * part // _LENGTHS)) for part in range(1, _LENGTHS)})
     limits = [limit for limit in limits if limit < longest]
-    found, first = [], 0
+    buckets, first = [], 0
     for limit in [*limits, longest]:
         rows = np.flatnonzero((used > first) & ((used <= limit) | (limit == longest)))
         if limit < longest and len(rows) < batch * longest // limit:
             continue
-        found.append((rows.astype(np.int32), limit))
+        buckets.append((rows.astype(np.int32), limit))
         first = limit
-    if len(found) > 1 and len(found[-1][0]) < batch:
-        last, before = found.pop(), found.pop()
-        found.append((np.concatenate([before[0], last[0]]), longest))
-    return found
+    if len(buckets) > 1 and len(buckets[-1][0]) < batch:
+        last, before = buckets.pop(), buckets.pop()
+        buckets.append((np.concatenate([before[0], last[0]]), longest))
+    return buckets

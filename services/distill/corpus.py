@@ -26,7 +26,7 @@ _LARGEST_SHARE = 2 / 3
 
 
 def chat_of(settings: DistillSettings) -> ChatFormat:
-    """Return the chat format."""
+    """Return the chat format in the settings."""
     return ChatFormat(settings.turn, settings.stop_ids, settings.user_tokens)
 
 
@@ -130,8 +130,8 @@ class Corpus:
         numbers = range(self._rows, self._rows + self._batch)
         if self._prompts:
             total = len(self._prompts) * len(settings.temperatures)
-            asked = [self._prompt_row(number) for number in numbers if number < total]
-            infos, given = [info for info, _ in asked], [tokens for _, tokens in asked]
+            rows = [self._prompt_row(number) for number in numbers if number < total]
+            infos, given = [info for info, _ in rows], [tokens for _, tokens in rows]
         else:
             turn = settings.temperatures
             infos = [RowInfo(number, turn[number % len(turn)]) for number in numbers]

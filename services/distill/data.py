@@ -60,13 +60,13 @@ class Shards:
 
     def infos(self) -> list[ShardInfo]:
         """Descriptions of the complete shards, in order."""
-        found: list[ShardInfo] = []
-        while (path := self._path(len(found), "json")).is_file():
+        infos: list[ShardInfo] = []
+        while (path := self._path(len(infos), "json")).is_file():
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=ShardInfo))
+                infos.append(msgspec.json.decode(path.read_bytes(), type=ShardInfo))
             except (OSError, msgspec.DecodeError) as error:
                 raise UsageError(f"{str(path)!r} does not describe a shard: {error}") from error
-        return found
+        return infos
 
     def add(self, number: int, tokens: Integers, kinds: Integers, info: ShardInfo) -> None:
         """Write shard `number`."""

@@ -359,6 +359,6 @@ def _report(
 
 
 def _finish_event(settings: DistillSettings, report: card.DistillReport) -> DistillFinished:
-    told = ("figures", "costs", "prediction")
-    figures = {name: msgspec.to_builtins(getattr(report, name)) for name in told}
+    names = ("figures", "costs", "prediction")
+    figures = {name: msgspec.to_builtins(getattr(report, name)) for name in names}
     return DistillFinished(out=settings.out, complete=True, figures=figures)

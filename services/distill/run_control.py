@@ -41,7 +41,7 @@ class RunControl:
 
     @property
     def run_left_s(self) -> float:
-        """Return the seconds left of the run, infinite without a limit; negative after its end."""
+        """The seconds left of the run, infinite without a limit; negative after its end."""
         return self._run_ends - time.monotonic()
 
     @property

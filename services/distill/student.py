@@ -198,9 +198,9 @@ def new_student(
         # Some families drop their head here when the weights have none. The result is meant for
         # weights from a file; ours have been through it.
         module.sanitize(dict(inherited))
-    wanted: Any = dict(tree_flatten(module.parameters()))
-    _check_shapes(wanted, inherited)
-    module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in wanted]))
+    parameters: Any = dict(tree_flatten(module.parameters()))
+    _check_shapes(parameters, inherited)
+    module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in parameters]))
     return Student(module, head_ids, dtype, reads)
 
 
@@ -216,11 +216,11 @@ def start_from(student: Student, folder: Path) -> None:
     """
     module = load(folder).module
     given: Weights = flat_parameters(module)
-    count, wanted = len(module.layers), len(student.module.layers)
+    count, layers = len(module.layers), len(student.module.layers)
     reader = load_reader(folder, mx.float32)
-    if count > wanted or (count < wanted and reader is not None):
+    if count > layers or (count < layers and reader is not None):
         raise ModelError(f"the drafter {str(folder)!r} has {count} layers; give --layers {count}")
-    new = _spread(given, count, wanted)
+    new = _spread(given, count, layers)
     if reader is not None:
         given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
     _silence(student.weights, new)

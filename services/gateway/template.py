@@ -100,7 +100,7 @@ class ModelText:
 
     @cached_property
     def _names_tools(self) -> bool:
-        """Return True if a plain prompt lists the tools by name."""
+        """True if a plain prompt lists the tools by name."""
         text = _render(self.template, ("user",), b"{}", ProbeStyle(has_tools=True))
         return str(_TOOL["function"]["name"]) in text
 
@@ -126,9 +126,7 @@ class ModelText:
             return []
 
     def fill_in(self, prefix: str, suffix: str) -> str | None:
-        """Return the prompt for filling in between the two; None if the model has no tokens for
-        it.
-        """
+        """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
         for marks, layout in _FILL_IN:
             if all(mark in self.added_tokens for mark in marks):
                 return layout.format(*marks, prefix=prefix, suffix=suffix)

@@ -192,11 +192,11 @@ class BranchingState:
 
     def _gather(self, lengths: Sequence[int]) -> States:
         """Return the states after each of these lengths as one batch."""
-        found = {length: self._states_at(length) for length in set(lengths)}
-        first = found[lengths[0]]
+        states = {length: self._states_at(length) for length in set(lengths)}
+        first = states[lengths[0]]
         return [
             [
-                mx.concatenate([_present(found[length][layer][i]) for length in lengths])
+                mx.concatenate([_present(states[length][layer][i]) for length in lengths])
                 for i in range(len(first[layer]))
             ]
             for layer in range(len(first))
@@ -310,8 +310,8 @@ class BranchingState:
     def pass_size(self) -> PassSize:
         """Memory of one pass; the branches of a depth are gathered and get new states."""
         own = [sum(array.nbytes for array in layer if array is not None) for layer in self._now()]
-        found = size_pass(own, self._plan)
-        return found._replace(states=2 * found.states, most_kept=_MOST_RECORDED)
+        size = size_pass(own, self._plan)
+        return size._replace(states=2 * size.states, most_kept=_MOST_RECORDED)
 
     def evaluate(self) -> None:
         """Evaluate everything that has been stored."""

@@ -214,13 +214,13 @@ class KVStore:
 
     def dump(self, length: int) -> dict[str, mx.array]:
         """Return "layer.keys" and "layer.values", [1, heads, length, size], of the first tokens."""
-        found = {}
+        arrays = {}
         for layer, cache in enumerate(self.caches):
             if cache.keys is None or cache.values is None:
                 raise ValueError(f"an empty cache has no {length} tokens")
-            found[f"{layer}.keys"] = mx.contiguous(cache.keys[..., :length, :])
-            found[f"{layer}.values"] = mx.contiguous(cache.values[..., :length, :])
-        return found
+            arrays[f"{layer}.keys"] = mx.contiguous(cache.keys[..., :length, :])
+            arrays[f"{layer}.values"] = mx.contiguous(cache.values[..., :length, :])
+        return arrays
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Start with the arrays that `dump` returned."""
@@ -349,9 +349,7 @@ class KVStore:
         return mx.array(padded)
 
     def visible_rows(self) -> npt.NDArray[np.bool_]:
-        """Return [count, start + count], the slots each token of the frame attends to without a
-        window.
-        """
+        """Return [count, start + count], the slots each token attends to without a window."""
         frame = self.frame
         if frame.visible is not None:
             return frame.visible
@@ -360,12 +358,12 @@ class KVStore:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Return all buffers."""
+        """All buffers."""
         return [array for cache in self.caches for array in cache.state]
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Return one array per layer that is computed once the pass has stored its rows."""
+        """One array per layer that is computed once the pass has stored its rows."""
         if self.seat is not None:
             return self.seat.milestones
         if self.written is not None:

@@ -152,8 +152,8 @@ class LayeredState:
         self._slots.chain(self.owed + count)
         self.owed = 0
         # A single row cannot be rewound into.
-        wanted = self.replay is not None and self._slots.frame.count > 1 and not whole
-        self.recording = record_pass(wanted=wanted, keeps_steps=True)
+        records = self.replay is not None and self._slots.frame.count > 1 and not whole
+        self.recording = record_pass(wanted=records, keeps_steps=True)
 
     @property
     def takes_trees(self) -> bool:
@@ -329,12 +329,12 @@ class LayeredState:
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Return an array of each layer as the last pass leaves it."""
-        found: list[mx.array] = []
+        """An array of each layer as the last pass leaves it."""
+        arrays: list[mx.array] = []
         for cache in flatten_caches(self.caches):
             leaves: Any = tree_flatten(vars(cache))
-            found += [leaf for _, leaf in leaves if isinstance(leaf, mx.array)][:1]
-        return found
+            arrays += [leaf for _, leaf in leaves if isinstance(leaf, mx.array)][:1]
+        return arrays
 
     def evaluate(self) -> None:
         """Evaluate everything that has been stored."""

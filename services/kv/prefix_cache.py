@@ -62,9 +62,9 @@ class PrefixCache:
 
         Candidates are the states kept here and those in `running`.
         """
-        wanted = np.array(tokens, dtype=np.int64)
+        prompt = np.array(tokens, dtype=np.int64)
         candidates = [*self._kept, *running]
-        lengths = [_common(wanted, held) for held in candidates]
+        lengths = [_common(prompt, held) for held in candidates]
         length = max(lengths, default=0)
         if length == 0:
             return None

@@ -232,7 +232,7 @@ class _Trial:
     def proves(self, make: Callable[[], SequenceState], way: str) -> bool:
         """Test if the logits after a rejection are mlx-lm's; if not, `reason` says why."""
         try:
-            found = self._reject(make())
+            logits = self._reject(make())
         # Models of unknown makes can fail in any way here.
         except Exception as error:  # noqa: BLE001
             self.reason = f"{type(error).__name__}: {error}"
@@ -240,7 +240,7 @@ class _Trial:
             return False
         finally:
             record_pass(wanted=False)
-        distance = _distance(found, self._expected)
+        distance = _distance(logits, self._expected)
         limit = min(self._tolerance, 0.25 * _distance(self._wrong, self._expected))
         if distance <= max(_CLOSE, limit):
             return True

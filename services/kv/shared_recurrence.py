@@ -132,9 +132,9 @@ class SharedPass:
             inputs.append(given)
         outs: list[Any] = [None] * len(inputs)
         for group in self._groups:
-            found = run(_stack([inputs[part] for part in group]))
+            out = run(_stack([inputs[part] for part in group]))
             for place, part in enumerate(group):
-                outs[part] = _one(found, place, group)
+                outs[part] = _one(out, place, group)
         return mx.concatenate(outs, axis=1)
 
     def recur(

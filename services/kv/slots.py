@@ -179,7 +179,7 @@ class TableSeat(Protocol):
 
     @property
     def milestones(self) -> list[mx.array]:
-        """Return one array per layer that is computed once the pass has stored its rows."""
+        """One array per layer that is computed once the pass has stored its rows."""
         ...
 
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:

@@ -162,7 +162,7 @@ class WindowCache:
 
     @property
     def growth(self) -> int:
-        """Return the bytes by which the buffers still grow during a long prompt."""
+        """The bytes by which the buffers still grow during a long prompt."""
         rows = round_to_bucket(self.window + _SLACK + _MARGIN + _CHUNK)
         return sum(
             max(0, rows - array.shape[2]) * (array.nbytes // array.shape[2]) for array in self.state

@@ -123,8 +123,8 @@ def _find_mkl() -> Path | None:
 
 def _find_reference_blas() -> Path | None:
     """Return the path of the BLAS in MLX's wheel, without importing MLX."""
-    found = importlib.util.find_spec("mlx")
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    spec = importlib.util.find_spec("mlx")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     libraries = [path for folder in folders for path in Path(folder).parent.glob(_REFERENCE_BLAS)]
     return max(libraries, default=None)
 

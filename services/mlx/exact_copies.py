@@ -68,7 +68,7 @@ def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
 
     These are linear layers and the head; small ones, and types other than float32, are skipped.
     """
-    found = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
+    weights = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
     inner: Any = getattr(model, "model", None)
     embedding: Any = getattr(inner, "embed_tokens", None)
     if (
@@ -76,8 +76,8 @@ def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
         and embedding is not None
         and getattr(model, "lm_head", None) is None
     ):
-        found.append(embedding.head if hasattr(embedding, "head") else embedding.weight)
-    for weight in found:
+        weights.append(embedding.head if hasattr(embedding, "head") else embedding.weight)
+    for weight in weights:
         if weight.dtype == mx.float32 and weight.ndim == 2 and weight.size >= _LEAST_ELEMENTS:
             mx.eval(weight)
             yield np.array(weight, copy=False)

@@ -23,16 +23,16 @@ def free_for_mlx() -> FreeMemory:
     """Return the memory left under the nearest limit; MLX's cache counts as free."""
     unit, kept = compute_unit(), mx.get_cache_memory()
     info: dict[str, Any] = mx.device_info()
-    found = []
+    limits = []
     if (limit := mx.get_memory_limit()) != _DEFAULT_LIMIT:
-        found.append(_below(limit, "MLX's memory limit"))
+        limits.append(_below(limit, "MLX's memory limit"))
     if unit == "cuda":
         free = info.get("free_memory", info.get("total_memory", 0))
-        return min([*found, FreeMemory(free + kept, "the GPU's memory")])
+        return min([*limits, FreeMemory(free + kept, "the GPU's memory")])
     if limit := info.get("max_recommended_working_set_size", 0):
-        found.append(_below(limit, "the GPU's share of the machine's memory"))
+        limits.append(_below(limit, "the GPU's share of the machine's memory"))
     host = free_memory()
-    return min([*found, FreeMemory(host.bytes + kept, host.limit)])
+    return min([*limits, FreeMemory(host.bytes + kept, host.limit)])
 
 
 def _below(limit: int, name: str) -> FreeMemory:

@@ -48,7 +48,5 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def leave_out_unused_libraries() -> None:
-    """Install the empty modules; call before `mlx_lm` is imported, in a process that only
-    computes.
-    """
+    """Install the empty modules; call before `mlx_lm` is imported."""
     sys.meta_path.insert(0, _Finder())

@@ -209,11 +209,11 @@ def to_dense(module: nn.Module, dtype: mx.Dtype) -> None:
 
 def _end_ids(config: dict[str, Any]) -> frozenset[int]:
     """Read `eos_token_id`, wherever it is; mlx-lm has copied generation_config.json's."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for part in (config, config.get("text_config") or {}):
         value = part.get("eos_token_id")
-        found.update(one for one in (value if isinstance(value, list) else [value]) if one)
-    return frozenset(found)
+        ids.update(one for one in (value if isinstance(value, list) else [value]) if one)
+    return frozenset(ids)
 
 
 def _context_length(config: dict[str, Any], folder: Path) -> int:

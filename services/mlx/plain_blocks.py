@@ -27,9 +27,7 @@ class Kernels(Protocol):
 
 
 def is_plain_block(block: Any) -> bool:
-    """Return True if this module is a block of one of the families, with its own attention and
-    MLP.
-    """
+    """Return True if this module is an unmodified block of one of the families."""
     parts = (block, getattr(block, "self_attn", None), getattr(block, "mlp", None))
     homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
     modules = {type(part).__module__ for part in parts}

@@ -124,10 +124,10 @@ class Taps:
         states = [tap.caught for tap in self._taps]
         for tap in self._taps:
             tap.caught = None
-        found = [state for state in states if state is not None]
-        if len(found) < len(states):
+        caught = [state for state in states if state is not None]
+        if len(caught) < len(states):
             raise RuntimeError("a tapped layer was not run")
-        return found
+        return caught
 
     def features(self, normalization: Normalization = "layer") -> mx.array:
         """Return `take`, concatenated and normalised as in `FeatureRequest.normalization`."""
@@ -177,10 +177,10 @@ def prove(run: Run, taps: Sequence[_Tap]) -> int:
         whole = isinstance(state, mx.array) and state.ndim == 3
         tap.instead = state if whole else None
         try:
-            found = _run(run, _SECOND)
+            logits = _run(run, _SECOND)
         finally:
             tap.instead = None
-        distance = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        distance = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
         if not whole:
             problems.append(f"tap {number} of the target caught no [1, tokens, width] state")
         elif not distance < _TOLERANCE:

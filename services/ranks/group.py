@@ -162,7 +162,7 @@ class RankGroup(Closeable):
 
     @property
     def status(self) -> list[RankStatus]:
-        """Return the status of each rank."""
+        """The status of each rank."""
         pids = [os.getpid(), *(follower.remote_pid for follower in self._followers)]
         rows = zip(self._settings.hosts, pids, self._facts, strict=True)
         return [

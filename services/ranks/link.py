@@ -18,15 +18,15 @@ def measure_link(group: mx.distributed.Group) -> tuple[float, float]:
     """
     if mx.default_device() != mx.cpu and mx.cuda.is_available():
         return _measure(lambda array: mx.eval(mx.distributed.all_sum(array, group=group)))
-    found = (0.0, 0.0)
+    measured = (0.0, 0.0)
     for first in range(group.size()):
         second = (first + 1) % group.size()
         if group.rank() == first:
-            found = _ask(group, second)
+            measured = _ask(group, second)
         elif group.rank() == second:
             _answer(group, first)
         mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
-    return found
+    return measured
 
 
 def _ask(group: mx.distributed.Group, peer: int) -> tuple[float, float]:

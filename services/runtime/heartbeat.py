@@ -42,7 +42,7 @@ class HeartbeatTimer:
 
     @property
     def wait_s(self) -> float:
-        """Return the seconds until the next beat is due."""
+        """The seconds until the next beat is due."""
         return max(0.0, self._sent_at + BEAT_S - self._clock())
 
     def on_send(self) -> None:

@@ -44,8 +44,8 @@ class Top(NamedTuple):
 
     def confidences(self, row: int, count: int) -> list[float]:
         """Return the drafter's own probabilities of the first `count` candidates."""
-        found: list[float] = np.exp(self.logits[row, :count] - self.totals[row]).tolist()
-        return found
+        probabilities: list[float] = np.exp(self.logits[row, :count] - self.totals[row]).tolist()
+        return probabilities
 
 
 def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
@@ -57,11 +57,11 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
         head_ids: token ids of a trimmed head's columns.
     """
     width = min(width, rows.shape[-1])
-    found = find_best(rows, width)
-    if found is not None:
-        check_shares(found.totals)
-        ids = found.columns.astype(np.int64)
-        return Top(ids if head_ids is None else head_ids[ids], found.values, found.totals)
+    best = find_best(rows, width)
+    if best is not None:
+        check_shares(best.totals)
+        ids = best.columns.astype(np.int64)
+        return Top(ids if head_ids is None else head_ids[ids], best.values, best.totals)
     if width == 1:
         columns = np.argmax(rows, axis=-1)[:, None]
     else:
@@ -98,12 +98,12 @@ def process_candidates(
     """
     if processor is None:
         return tops
-    found = []
+    processed = []
     for index, token in enumerate(tokens):
         processor.extend([token])
         if tops:
-            found.append(_process_row(processor, tops[index], vocabulary))
-    return found
+            processed.append(_process_row(processor, tops[index], vocabulary))
+    return processed
 
 
 def _process_row(processor: LogitsProcessor, top: Top, vocabulary: int) -> Top:
@@ -152,8 +152,8 @@ def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
 
 def _sum_exp(exponents: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
     """Return the row sums of the exponentials, [rows, 1]."""
-    found: npt.NDArray[np.float64] = np.exp(exponents.astype(np.float64)).sum(-1, keepdims=True)
-    return found
+    sums: npt.NDArray[np.float64] = np.exp(exponents.astype(np.float64)).sum(-1, keepdims=True)
+    return sums
 
 
 def rank_bonuses(top: Top, position: int, sampling: Sampling) -> Top:
@@ -183,12 +183,12 @@ def name_candidates(
     if not turn.siblings:
         return [[draft] for draft in draft_tokens(top, positions, sampling, turn)]
     ranked = perturb(top, [position + turn.shift for position in positions], sampling)
-    found = []
+    named = []
     for row, tokens in enumerate(ranked.ids[:, : 1 + turn.siblings].tolist()):
         pairs = list(zip(tokens, ranked.confidences(row, len(tokens)), strict=True))
         likely = [DraftedToken(*pair) for pair in pairs[1:] if pair[1] > 0.0]
-        found.append([DraftedToken(*pairs[0]), *likely])
-    return found
+        named.append([DraftedToken(*pairs[0]), *likely])
+    return named
 
 
 def draft_tokens(
@@ -209,9 +209,9 @@ def draft_tokens(
             DraftedToken(token, ranked.confidences(row, 1)[0])
             for row, token in enumerate(ranked.ids[:, 0].tolist())
         ]
-    found = []
+    drafted = []
     for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
         q = drafter_distribution(ids, logits, sampling, turn.held_back)
         token = draw_draft_token(q, position, sampling, turn.number)
-        found.append(DraftedToken(token, float(q.probabilities.max()), to_message(q)))
-    return found
+        drafted.append(DraftedToken(token, float(q.probabilities.max()), to_message(q)))
+    return drafted

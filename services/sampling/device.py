@@ -128,15 +128,15 @@ def finish(
 
 def _draw(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
     """Choose [rows] tokens, or `_UNDECIDED`."""
-    found = _filter(rows, sampling) if sampler.has_filter(sampling) else _keep_all(rows)
-    scores = found.logits / sampling.temperature
-    scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
-    scores = mx.where(found.possible, scores, -mx.inf)
+    kept = _filter(rows, sampling) if sampler.has_filter(sampling) else _keep_all(rows)
+    scores = kept.logits / sampling.temperature
+    scores = scores + gumbel(mx, sampling.seed, positions, kept.ids)
+    scores = mx.where(kept.possible, scores, -mx.inf)
     best = mx.argmax(scores, axis=-1, keepdims=True)
     top = mx.take_along_axis(scores, best, axis=-1)
     rivals = (scores >= top - _CLOSE * (1.0 + mx.abs(top))).sum(axis=-1, keepdims=True)
-    sure = mx.take_along_axis(found.sure, best, axis=-1) & (rivals == 1)
-    ids = mx.broadcast_to(found.ids, scores.shape)
+    sure = mx.take_along_axis(kept.sure, best, axis=-1) & (rivals == 1)
+    ids = mx.broadcast_to(kept.ids, scores.shape)
     token = mx.take_along_axis(ids, best, axis=-1).astype(mx.int32)
     return mx.where(sure, token, _UNDECIDED)[:, 0]
 

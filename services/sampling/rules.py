@@ -20,16 +20,16 @@ The layout is `Rule` of services/mlx/cuda/sampling/rule.cuh.
 def write_rules(positions: npt.ArrayLike, sampling: Sampling) -> npt.NDArray[np.uint32]:
     """Return [..., WORDS] for positions [...], the absolute position of each token to be chosen."""
     where = np.asarray(positions, np.int64)
-    found = np.zeros((*where.shape, WORDS), np.uint32)
+    rules = np.zeros((*where.shape, WORDS), np.uint32)
     temperature = 0.0 if is_greedy(sampling) else sampling.temperature
     shares = np.array([temperature, sampling.top_p, sampling.min_p], np.float32)
-    found[..., [2, 4, 5]] = shares.view(np.uint32)
-    found[..., 3] = sampling.top_k
+    rules[..., [2, 4, 5]] = shares.view(np.uint32)
+    rules[..., 3] = sampling.top_k
     if temperature:
         distinct, places = np.unique(where, return_inverse=True)
         keys = np.array(position_keys(sampling.seed, distinct.tolist()), np.uint32)
-        found[..., :2] = keys.T[places.reshape(where.shape)]
-    return found
+        rules[..., :2] = keys.T[places.reshape(where.shape)]
+    return rules
 
 
 def read_noise(rules: mx.array) -> tuple[mx.array, mx.array, mx.array]:

@@ -46,8 +46,8 @@ def _matrix_kernels() -> str:
     if sys.platform != "linux":
         return "Accelerate"
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    found = [name for name, library in _LIBRARIES.items() if library in maps]
-    return " and ".join(found) or "MLX's reference BLAS (slow)"
+    names = [name for name, library in _LIBRARIES.items() if library in maps]
+    return " and ".join(names) or "MLX's reference BLAS (slow)"
 
 
 _LIBRARIES = {"small_gemm": "libssd_cpu_kernels", "MKL": "libmkl_rt"}

@@ -81,14 +81,14 @@ def _measure_passes(settings: KernelReportSettings) -> KernelReport:
     state = states.make()
     state.append(3)
     mx.eval(module(mx.array([[1, 2, 3]]), cache=state.caches))
-    found = report()
+    probes = report()
     if states.way not in ("slots", "windows"):
-        return found
+        return probes
     stop_using(module)
     alone = _time_passes(module, states.make())
     use_kernels(module, "on")
     ours = _time_passes(module, states.make())
-    return msgspec.structs.replace(found, pass_ms=alone, pass_with_kernels_ms=ours)
+    return msgspec.structs.replace(probes, pass_ms=alone, pass_with_kernels_ms=ours)
 
 
 def _time_passes(module: Any, state: SequenceState) -> dict[int, float]:

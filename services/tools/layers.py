@@ -18,9 +18,7 @@ from services.mlx.loader import load_skeleton
 
 
 def describe_layers(folder: Path) -> LayersReport:
-    """Describe the layers; raises ModelError if the model is missing or mlx-lm does not support
-    it.
-    """
+    """Describe the layers; raises ModelError if the model is missing or unsupported."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
         model_class, arguments_class = _get_classes(config=config)

@@ -145,8 +145,8 @@ class AcceptanceRule:
         if self._sampling.logprobs is None:
             return judged
         emitted = [*(tree.tokens[row] for row in judged.rows[1:]), judged.bonus]
-        found = logprobs(rows[judged.rows], emitted, self._sampling.logprobs)
-        return judged._replace(logprobs=found)
+        entries = logprobs(rows[judged.rows], emitted, self._sampling.logprobs)
+        return judged._replace(logprobs=entries)
 
     def _walk(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
         """Apply the coupled rule: walk down as long as the target's own token is a child.
@@ -185,7 +185,7 @@ def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
         tokens: the generated tokens.
         best: how many of the most probable tokens to report for each.
     """
-    found = []
+    entries = []
     for row, token in zip(rows, tokens, strict=False):
         exact = row.astype(np.float64)
         peak = exact.max()
@@ -193,8 +193,8 @@ def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
         top: Any = np.argpartition(-exact, best)[:best] if best else []
         ranked = sorted((int(t) for t in top), key=lambda t: (-exact[t], t))
         pairs = [(t, float(exact[t] - total)) for t in ranked]
-        found.append(TokenLogprobs(float(exact[token] - total), pairs))
-    return found
+        entries.append(TokenLogprobs(float(exact[token] - total), pairs))
+    return entries
 
 
 def host_floats(array: mx.array) -> npt.NDArray[np.float32]:

@@ -75,9 +75,7 @@ class FeatureSource:
         self._host = open_host_rows(width, getattr(mx, request.dtype))
 
     def take(self) -> ReadRows | None:
-        """Return [tokens, width] of the last pass, lazy, padding included; None if nothing is
-        read.
-        """
+        """Return lazy [tokens, width] of the last pass with padding; None if nothing is read."""
         replayed, self._replayed = self._replayed, None
         rows = self.compute() if replayed is None else replayed
         return None if rows is None else self.send(rows)
@@ -102,9 +100,7 @@ class FeatureSource:
         return features.astype(getattr(mx, self.request.dtype))
 
     def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> FeatureLog | None:
-        """Start a log with the known features of these tokens, from sequences with the same
-        prefix.
-        """
+        """Start a log with the features of these tokens in other sequences, if any."""
         if self.request is None:
             return None
         best = FeatureLog(self.request)

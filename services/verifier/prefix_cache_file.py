@@ -108,11 +108,11 @@ def load(
     if not path.exists():
         return
     try:
-        found = _read(path, identity, module, new_state)
+        prefixes = _read(path, identity, module, new_state)
     except _UNUSABLE as error:
         _log.warning("the prompt cache in %s is not used: %s", path, error)
         return
-    for held in found:
+    for held in prefixes:
         prompts.keep(held)
     _log.info("the KV of %d sequences was read from %s", len(prompts), path)
 
@@ -139,9 +139,9 @@ def _read(
     if metadata.get("checksum") != _checksum(arrays):
         raise ValueError("it is damaged")
     samples = sample_dumps(module, new_state)
-    found: list[CachedPrefix] = []
-    while f"{len(found)}.tokens" in arrays:
-        prefix = f"{len(found)}."
+    prefixes: list[CachedPrefix] = []
+    while f"{len(prefixes)}.tokens" in arrays:
+        prefix = f"{len(prefixes)}."
         tokens: Any = arrays.pop(f"{prefix}tokens").tolist()
         dump = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
         check_dump(dump, samples)
@@ -150,15 +150,15 @@ def _read(
         state.evaluate()
         if state.length != len(tokens):
             raise ValueError(f"it holds {state.length} of {len(tokens)} tokens")
-        found.append(CachedPrefix(tokens, state))
-    return found
+        prefixes.append(CachedPrefix(tokens, state))
+    return prefixes
 
 
 def _checksum(arrays: dict[str, mx.array]) -> str:
     """Return a checksum of names and contents, in sorted order."""
-    found = 0
+    checksum = 0
     for name in sorted(arrays):
-        found = zlib.crc32(name.encode(), found)
+        checksum = zlib.crc32(name.encode(), checksum)
         content: Any = mx.view(arrays[name], mx.uint8)
-        found = zlib.crc32(memoryview(content), found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(memoryview(content), checksum)
+    return f"{checksum:08x}"

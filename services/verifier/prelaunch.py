@@ -55,10 +55,10 @@ def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
         pass_ms: milliseconds of a pass by its rows, for each available size.
     """
     sizes = sorted(pass_ms)
-    seen = [next(size for size in sizes if size >= length) for length in lengths]
+    padded = [next(size for size in sizes if size >= length) for length in lengths]
 
     def cost(size: int) -> float:
-        return sum(pass_ms[size] + (pass_ms[needed] if needed > size else 0.0) for needed in seen)
+        return sum(pass_ms[size] + (pass_ms[needed] if needed > size else 0.0) for needed in padded)
 
     return min(sizes, key=cost)
 
@@ -101,7 +101,7 @@ class PrelaunchedPass:
 
     @property
     def is_missed(self) -> bool:
-        """Return True if it had timed out when rung, so that its logits are invalid; waits."""
+        """True if it had timed out when rung, so that its logits are invalid; waits."""
         return not self._begun.late.rung.item()
 
 

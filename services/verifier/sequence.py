@@ -137,7 +137,7 @@ class TargetSequence:
 
     @property
     def comes_unasked(self) -> bool:
-        """Return True if it will request a pass by itself, in a step or two."""
+        """True if it will request a pass by itself, in a step or two."""
         if self.asked is None or self.request is None:
             return self.asked is not None
         return self.request.is_computed and self.asked.granted > 0

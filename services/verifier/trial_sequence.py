@@ -29,7 +29,7 @@ class TrialSequence:
         self._position = self._round = 0
 
     def open(self, prompt: Tokens) -> None:
-        """Start, or restart, with this text."""
+        """Open the sequence, or reopen it, with this text."""
         self._position = len(prompt)
         opening = OpenSequence(sequence=_SEQUENCE, tokens=prompt, sampling=Sampling())
         for _ in self._verifier.handle(opening):
@@ -54,6 +54,6 @@ class TrialSequence:
         return taken_ms
 
     def close(self) -> None:
-        """Close it; the prefix cache may keep its prefix."""
+        """Close the sequence; the prefix cache may keep its tokens."""
         for _ in self._verifier.handle(CloseSequence(sequence=_SEQUENCE)):
             pass

@@ -134,9 +134,7 @@ class Verifier:
         return count_kv_tokens(self._kv_size, kv_bytes)
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """Return True if a sequence was closed or reopened, which makes its current work
-        pointless.
-        """
+        """Return True if `news` closes or reopens the sequence, making `current` pointless."""
         return (
             isinstance(current, OpenSequence | Verify)
             and isinstance(news, OpenSequence | CloseSequence)
@@ -354,20 +352,20 @@ class Verifier:
             return late.logits, late.by
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
-        asked = self._batcher.submit(tree.tokens, sequence.state, begin)
-        sequence.request = asked
+        request = self._batcher.submit(tree.tokens, sequence.state, begin)
+        sequence.request = request
         try:
             if len(self._sequences) > 1:
                 yield None  # others may join
-            while not asked.is_computed and self._is_somebody_coming():
+            while not request.is_computed and self._is_somebody_coming():
                 yield None
-            result = self._batcher.result(asked)
+            result = self._batcher.result(request)
             self._start_ahead(result[1])
-            sequence.read, sequence.best = asked.features, asked.best
+            sequence.read, sequence.best = request.features, request.best
             return result
         finally:
             sequence.request = None
-            self._batcher.withdraw(asked)
+            self._batcher.withdraw(request)
 
     def _is_somebody_coming(self) -> bool:
         """Return True if another sequence will soon request a pass without a message."""

@@ -96,8 +96,8 @@ def candidates(
         while start < len(tokens):
             name, count = _next_call(model, route, start, first - start)
             part = tokens[start : start + count]
-            found = model.run(name, chain_feed(part, start, model.slots), state)
-            tops += found[max(0, first - start) :]
+            results = model.run(name, chain_feed(part, start, model.slots), state)
+            tops += results[max(0, first - start) :]
             start += len(part)
     return tops
 
@@ -145,14 +145,14 @@ def _divergence(reference: ParityDistributions, tops: list[Top]) -> float:
     """Return mean KL(model || package) over the reported tokens, all others taken together."""
     totals = np.logaddexp.reduce(reference.rows.astype(np.float64), axis=1)
     column = {int(token): index for index, token in enumerate(reference.ids)}
-    found = []
+    divergences = []
     for row, total, top in zip(reference.rows, totals, tops, strict=True):
         p = np.exp(row[[column[int(token)] for token in top.ids[0]]] - total)
         q = np.exp(top.logits[0].astype(np.float64) - top.totals[0])
         rest = np.clip([1 - p.sum(), 1 - q.sum()], 1e-9, None)
         p, q = np.append(p, rest[0]), np.append(q, rest[1])
-        found.append(float((p * np.log(np.maximum(p, 1e-12) / q)).sum()))
-    return float(np.mean(found))
+        divergences.append(float((p * np.log(np.maximum(p, 1e-12) / q)).sum()))
+    return float(np.mean(divergences))
 
 
 def acceptance(target: ParityDistributions, vocabulary: int, tops: list[Top]) -> DraftAcceptance:

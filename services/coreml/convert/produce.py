@@ -44,11 +44,11 @@ def produce(settings: ConvertSettings) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(out.parent, out.name)
     with atomic_folder(out) as folder:
-        found = _produce(settings, folder)
-        if not found.passed:
-            say(found)
-            raise _below_threshold(settings, found)
-    say(found)
+        result = _produce(settings, folder)
+        if not result.passed:
+            say(result)
+            raise _below_threshold(settings, result)
+    say(result)
 
 
 def _produce(settings: ConvertSettings, folder: Path) -> ConvertResult:
@@ -56,12 +56,12 @@ def _produce(settings: ConvertSettings, folder: Path) -> ConvertResult:
     manifest = convert(settings, folder, lambda what, done: say(ConvertProgress(what, done)))
     seconds = time.perf_counter() - started
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
-    found = ConvertResult(out=settings.out, seconds=seconds, megabytes=size, passed=True)
+    result = ConvertResult(out=settings.out, seconds=seconds, megabytes=size, passed=True)
     if settings.tokens and settings.prompts:
-        found = _compare(settings, folder, found)
-    parity = msgspec.to_builtins(found)
+        result = _compare(settings, folder, result)
+    parity = msgspec.to_builtins(result)
     write_manifest(folder, msgspec.structs.replace(manifest, parity=parity))
-    return found
+    return result
 
 
 def _below_threshold(settings: ConvertSettings, found: ConvertResult) -> ParityError:

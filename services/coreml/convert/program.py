@@ -180,16 +180,16 @@ class _Builder:
         x = rms_norm(x, source.vector("model.norm.weight"), self._model.eps, "final_norm")
         rows = source.head_size
         step = -(-rows // -(-rows // HEAD_ROWS))
-        found: list[tuple[Var, ...]] = []
+        parts: list[tuple[Var, ...]] = []
         for number, first in enumerate(range(0, rows, step)):
             part = source.head().rows(slice(first, min(first + step, rows)))
             logits = dense(x, part, None, f"logits{number}")
             width = min(self._plan.width, logits.shape[1])
-            found.append(best_tokens(logits, width, first))
+            parts.append(best_tokens(logits, width, first))
         names = ("values", "columns", "peaks", "sums")
         return [
             mb.concat(values=list(column), axis=1, name=f"top_{name}")
-            for name, column in zip(names, zip(*found, strict=True), strict=True)
+            for name, column in zip(names, zip(*parts, strict=True), strict=True)
         ]
 
 

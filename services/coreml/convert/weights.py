@@ -85,8 +85,8 @@ class ModelTensors:
 
     def vector(self, name: str) -> Floats:
         """Return a bias or a norm's weight, float32."""
-        found: Floats = self.tensor(name).astype(np.float32)
-        return found
+        values: Floats = self.tensor(name).astype(np.float32)
+        return values
 
 
 def _map_file(file: Path) -> dict[str, _Entry]:

@@ -116,10 +116,10 @@ def _immediate(tensor: Any, kind: int, shape: tuple[int, ...]) -> Any:
         return tensor.strings.values[0]
     if which == "bytes":
         raw = np.frombuffer(tensor.bytes.values, np.uint8)
-        found = _view_as(raw, kind, int(np.prod(shape, dtype=np.int64)))
+        values = _view_as(raw, kind, int(np.prod(shape, dtype=np.int64)))
     else:
-        found = np.array(getattr(tensor, which).values, DTYPES[kind])
-    return _widen(found.reshape(shape))
+        values = np.array(getattr(tensor, which).values, DTYPES[kind])
+    return _widen(values.reshape(shape))
 
 
 def _widen(array: Array) -> Array:

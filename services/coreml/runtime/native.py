@@ -92,8 +92,8 @@ class NativeExecutor:
         """Run a function of the package."""
         model = self._models[part][function]
         with within(_CALL_S):
-            found = model.predict(inputs) if state is None else model.predict(inputs, state)
-        return {name: np.asarray(value) for name, value in found.items()}
+            outputs = model.predict(inputs) if state is None else model.predict(inputs, state)
+        return {name: np.asarray(value) for name, value in outputs.items()}
 
 
 def _cache(folder: Path) -> Path:
@@ -139,14 +139,14 @@ def _placements(
     for path in compiled:
         with within(_LOAD_S):
             plans.append(MLComputePlan.load_from_path(str(path), units))
-    found = {
+    placements = {
         function.name: placement_of(
             placed for plan in plans for placed in _operation_devices(plan, function.name)
         )
         for function in manifest.functions
     }
-    write_atomically(kept, msgspec.json.encode(found), mode=PUBLIC)
-    return found
+    write_atomically(kept, msgspec.json.encode(placements), mode=PUBLIC)
+    return placements
 
 
 def _operation_devices(plan: Any, function: str) -> list[tuple[str, str]]:

@@ -125,13 +125,13 @@ class CoremlBackend:
                 self._process_tops(processor, [token], [top])[0]
                 for processor, token, top in zip(processors, tokens, tops, strict=True)
             ]
-            found = []
+            layers = []
             for root, top in zip(roots, tops, strict=True):
                 position = grown_from + root.accepted + level + 2
-                found += draft_tokens(top, [position], known.sampling, options)
-            tokens = [draft.token for draft in found]
-            distributions = [draft.distribution for draft in found if draft.distribution.tokens]
-            yield TreeLayer(roots, tokens, [draft.confidence for draft in found], distributions)
+                layers += draft_tokens(top, [position], known.sampling, options)
+            tokens = [draft.token for draft in layers]
+            distributions = [draft.distribution for draft in layers if draft.distribution.tokens]
+            yield TreeLayer(roots, tokens, [draft.confidence for draft in layers], distributions)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -143,9 +143,9 @@ class CoremlBackend:
             if not self._extend(known, known.committed + tail, rows=1):
                 return
             position = len(known.committed) + len(tail)
-            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
-            yield found
-            tail.append(found.token)
+            [drafted] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
+            yield drafted
+            tail.append(drafted.token)
 
     def close(self, sequence: int) -> None:
         """Free the state."""

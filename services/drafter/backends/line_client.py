@@ -160,9 +160,7 @@ class LineBackend:
         self._sent, self._continuation = [], []
 
     def _check(self) -> None:
-        """Check that RESET resets and drafts stay out of the context; otherwise no draft would
-        fit.
-        """
+        """Check that RESET clears the context and drafts stay out of it."""
         first = self._drafts_after(1)
         second = self._drafts_after(1, 2)
         if (first, second) != (self._drafts_after(1), self._drafts_after(1, 2)):

@@ -215,9 +215,9 @@ class MlxBackend:
             yield from self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
             known.cut(position)
-            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
-            yield found
-            tail = [*tail, found.token]
+            [drafted] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
+            yield drafted
+            tail = [*tail, drafted.token]
 
     def close(self, sequence: int) -> None:
         """Free the KV, except what another sequence may fork."""

@@ -47,10 +47,10 @@ class DrafterReading(NamedTuple):
 
 def read_target(folder: Path, dtype: mx.Dtype) -> DrafterReading:
     """Return how the drafter in `folder` reads; raises ModelError if it does not."""
-    found = load_reader(folder, dtype)
-    if found is None:
+    reader = load_reader(folder, dtype)
+    if reader is None:
         raise ModelError(f"the drafter {str(folder)!r} does not read the target")
-    return DrafterReading(*found)
+    return DrafterReading(*reader)
 
 
 @dataclass
@@ -167,9 +167,7 @@ class ReadingBackend(MlxBackend):
         return rows
 
     def _settle(self, known: _ReadingTrunk) -> Generator[None]:
-        """Make the trunk start with all committed tokens, from the target's states if they
-        arrived.
-        """
+        """Make the trunk start with all committed tokens, from the target's states if possible."""
         while known.settled < len(known.known):
             block = known.next_block()
             stop = len(known.known) if block is None else block[0]

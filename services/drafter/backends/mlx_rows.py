@@ -148,7 +148,7 @@ class TracedRows:
 
     @property
     def has_room(self) -> bool:
-        """Return True if another pass fits into the buffers."""
+        """True if another pass fits into the buffers."""
         return self._left > 0
 
     def feed(self, tokens: mx.array) -> mx.array:
@@ -297,15 +297,15 @@ class TracedPasses:
 
     def run(self, side_by_side: SideBySide, rows: int) -> list[mx.array]:
         """Return the logits of a few depths, each started before the last one has been read."""
-        found: list[mx.array] = []
+        logits: list[mx.array] = []
         rules = mx.array(write_rules(range(side_by_side.count), _GREEDY))
         for at in range(_TRIAL_DEPTHS):
             # Not the chosen tokens, which could differ where two are equally likely.
             tokens = mx.arange(5 + at, 5 + at + rows)
-            found.append(side_by_side.feed(tokens)[:, : self._size])
-            launch(guess(found[-1], 1, self._ids, rules, _GREEDY))
-        mx.eval(found)
-        return found
+            logits.append(side_by_side.feed(tokens)[:, : self._size])
+            launch(guess(logits[-1], 1, self._ids, rules, _GREEDY))
+        mx.eval(logits)
+        return logits
 
     def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> bool:
         def open_plain() -> SideBySide:
@@ -321,13 +321,13 @@ class TracedPasses:
         try:
             # First untraced: kernels that are tested before their first use cannot be tested inside
             # a trace.
-            expected, found = self.run(open_plain(), rows), self.run(open_traced(), rows)
+            expected, traced = self.run(open_plain(), rows), self.run(open_traced(), rows)
         # Models can fail to be traced in any way: control flow on values, their own caches.
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
         what = f"traced depths of {rows} rows"
-        if not is_close(what, max(map(measure_distance, expected, found))):
+        if not is_close(what, max(map(measure_distance, expected, traced))):
             return False
         return is_faster(what, self._time(open_plain, rows), self._time(open_traced, rows))
 

@@ -81,13 +81,13 @@ class Tree:
     def _place(self, buds: Sequence[Bud]) -> list[int]:
         """Return the positions of these, whose parents may be among them."""
         first = len(self.fed)
-        found: list[int] = []
+        positions: list[int] = []
         for _, parent, fork in buds:
-            before = found[parent - first] if parent >= first else -1
+            before = positions[parent - first] if parent >= first else -1
             if parent < first:
                 before = self._positions[parent] if parent >= 0 else fork
-            found.append(1 + before)
-        return found
+            positions.append(1 + before)
+        return positions
 
     def add(self, buds: Sequence[Bud], rows: Any, trunk: LogitsProcessor | None = None) -> Any:
         """Add fed tokens; return the processed logits after them.
@@ -136,11 +136,11 @@ class Tree:
         path, key = list[int](), -1 - self.base - shared
         begins_alike = bool(shared) or not self.chain
         for token in wanted[self.base + shared :] if begins_alike else []:
-            found = self._children.get((key, token))
-            if found is None:
+            child = self._children.get((key, token))
+            if child is None:
                 break
-            path.append(found)
-            key = found
+            path.append(child)
+            key = child
         path = path[start - self.base - shared :] if start >= self.base + shared else []
         return path if all(self.trunk + index >= self.lost for index in path) else []
 

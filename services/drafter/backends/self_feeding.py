@@ -42,8 +42,8 @@ class SelfFeedingDrafter(nn.Module):
     @property
     def layers(self) -> list[Any]:
         """The drafter's layers."""
-        found: list[Any] = self.drafter.layers
-        return found
+        layers: list[Any] = self.drafter.layers
+        return layers
 
     def make_cache(self) -> list[Any]:
         """Return one cache for each layer, and one for the additions to the next tokens."""
@@ -51,8 +51,8 @@ class SelfFeedingDrafter(nn.Module):
 
     def rows(self, states: mx.array, offset: int) -> list[tuple[mx.array, mx.array]]:
         """Return the cache rows of tokens whose states are known, [1, tokens, features]."""
-        found = self.reader.rows(self.drafter, states, offset)
-        return [*found, _as_rows(self.reader.after_state(states))]
+        rows = self.reader.rows(self.drafter, states, offset)
+        return [*rows, _as_rows(self.reader.after_state(states))]
 
     def inputs_of(self, store: KVStore) -> Callable[[], mx.array]:
         """Return the additions in the pass that starts on this store, once its frame is set."""

@@ -45,9 +45,7 @@ class TcpPeer(Closeable):
         poller.add(self._channel)
 
     def ready(self, timeout_s: float) -> bool:
-        """Return True if a message is waiting; messages that arrived before the end are still
-        read.
-        """
+        """Return True if a message is waiting, even if the connection has ended since."""
         deadline = Deadline(timeout_s)
         while not self._channel.ready(min(_LOOK_S, deadline.remaining)):
             self._channel.check()

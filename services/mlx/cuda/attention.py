@@ -127,14 +127,14 @@ def attend_many(
         return None
     if not more or batch > 1 or _is_small(queries, slots):
         return None
-    found: mx.array = mx.fast.scaled_dot_product_attention(
+    out: mx.array = mx.fast.scaled_dot_product_attention(
         mx.pad(queries, [(0, 0), (0, 0), (0, more), (0, 0)]),
         keys,
         values,
         scale=scale,
         mask=mx.pad(mask, [(0, more), (0, 0)], constant_values=True),
     )
-    return found[:, :, :count]
+    return out[:, :, :count]
 
 
 def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> bool:
@@ -170,8 +170,8 @@ def _attend_alone(
     group = heads // kv_heads
     parts, tiles = count_parts(slots, kv_heads), -(-group * count // _TILE)
     if parts == 1:
-        grid, found = (kv_heads, tiles, 1), (1, count, heads, size)
-        return _launch(_SOURCE, scale, arrays, grid, found).swapaxes(1, 2)
+        grid, shape = (kv_heads, tiles, 1), (1, count, heads, size)
+        return _launch(_SOURCE, scale, arrays, grid, shape).swapaxes(1, 2)
     grid, of_parts = (kv_heads, tiles, parts), (parts, count, heads, size + 2)
     return _merge(_launch(_PART_SOURCE, scale, arrays, grid, of_parts), queries.dtype)
 
@@ -259,8 +259,8 @@ def _attend_seats(arrays: dict[str, mx.array], scale: float) -> mx.array:
     _, heads, count, size = queries.shape
     parts, tiles = count_parts(arrays["mask"].shape[1], kv_heads), -(-(heads // kv_heads) // _TILE)
     if parts == 1:
-        blocks, found = (kv_heads, tiles, count), (1, count, heads, size)
-        return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
+        blocks, shape = (kv_heads, tiles, count), (1, count, heads, size)
+        return _launch(_TABLE_SOURCE, scale, arrays, blocks, shape).swapaxes(1, 2)
     blocks, of_parts = (kv_heads, count * tiles, parts), (parts, count, heads, size + 2)
     return _merge(_launch(_TABLE_PART_SOURCE, scale, arrays, blocks, of_parts), queries.dtype)
 
@@ -359,8 +359,8 @@ def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
     queries, keys, values = queries.swapaxes(1, 2), keys[..., :slots, :], values[..., :slots, :]
     mask = mx.arange(slots)[None] <= mx.array([[slots - 30], [slots - 4], [slots - 1]])
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    found = _attend_alone(queries, keys, values, scale, mask)
+    out = _attend_alone(queries, keys, values, scale, mask)
     # The first slots of the keys serve as the table's seat, where each row attends to the same.
     arrays = {"q": queries, "k": keys[0], "v": values[0], "mask": mask}
     in_table = _attend_seats({**arrays, "first": mx.zeros(3, mx.int32)}, scale)
-    return max(measure_distance(expected, found), measure_distance(expected, in_table))
+    return max(measure_distance(expected, out), measure_distance(expected, in_table))

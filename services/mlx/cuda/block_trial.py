@@ -96,10 +96,10 @@ class _Trial:
 
     def measure_distance(self) -> float:
         """Return the largest distance of what our kernels add to the rows, over all blocks."""
-        found = [self._trace(ours=ours, chained=False)() for ours in (False, True)]
+        results = [self._trace(ours=ours, chained=False)() for ours in (False, True)]
         return max(
             measure_distance(by_mlx - self._x, by_us - self._x)
-            for by_mlx, by_us in zip(*found, strict=True)
+            for by_mlx, by_us in zip(*results, strict=True)
         )
 
     def time(self) -> list[float]:

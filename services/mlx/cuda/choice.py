@@ -141,16 +141,14 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
     kinds = {nn.Linear, TracedLinear}
     if not any(name.endswith("lm_head") for name, _ in model.named_modules()):
         kinds |= {nn.Embedding, TracedEmbedding}  # tied
-    found = [part.joint for part in parts]
-    found += [one for one in modules if type(one) in kinds and id(one) not in alone]
-    different = {id(layer): layer for layer in found}
+    joints = [part.joint for part in parts]
+    joints += [one for one in modules if type(one) in kinds and id(one) not in alone]
+    different = {id(layer): layer for layer in joints}
     yield from (layer for layer in different.values() if product.takes(layer.weight, layer.weight))
 
 
 def _try_rows(layers: list[Any]) -> KernelProbe:
-    """Find the numbers of rows for which the kernel is correct, and faster for all layers
-    together.
-    """
+    """Find the numbers of rows for which the kernel is correct, and faster in total."""
     furthest, reason, slower = 0.0, "", 0
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
@@ -206,11 +204,11 @@ Products = Callable[[list[mx.array]], list[mx.array]]
 
 def _repeat(products: Products, inputs: list[mx.array]) -> list[mx.array]:
     """Queue the products several times; return the last ones."""
-    found = inputs
+    outputs = inputs
     for _ in range(_AHEAD):
-        found = products(inputs)
-        launch(found)
-    return found
+        outputs = products(inputs)
+        launch(outputs)
+    return outputs
 
 
 def _trace(layers: list[Any], most_rows: int) -> Products:

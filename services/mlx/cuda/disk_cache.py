@@ -189,11 +189,11 @@ def _declare(name: str, value: Any) -> str:
 def hash_text(text: str) -> int:
     """Compute libstdc++'s `std::hash` of a string: MurmurHash64A (A. Appleby, public domain)."""
     data, whole = text.encode(), len(text.encode()) & ~7
-    found = (0xC70F6907 ^ (len(data) * _FACTOR)) & _MASK
+    value = (0xC70F6907 ^ (len(data) * _FACTOR)) & _MASK
     for at in range(0, whole, 8):
         part = int.from_bytes(data[at : at + 8], "little") * _FACTOR & _MASK
-        found = ((found ^ (part ^ part >> 47) * _FACTOR) * _FACTOR) & _MASK
+        value = ((value ^ (part ^ part >> 47) * _FACTOR) * _FACTOR) & _MASK
     if whole < len(data):
-        found = (found ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
-    found = (found ^ found >> 47) * _FACTOR & _MASK
-    return found ^ found >> 47
+        value = (value ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
+    value = (value ^ value >> 47) * _FACTOR & _MASK
+    return value ^ value >> 47

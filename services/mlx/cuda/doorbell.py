@@ -191,10 +191,10 @@ def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
 
     Padding sees itself.
     """
-    seen = np.eye(rows, dtype=np.bool_)
-    seen[: len(tree), : len(tree)] = tree.visible()
+    visible = np.eye(rows, dtype=np.bool_)
+    visible[: len(tree), : len(tree)] = tree.visible()
     powers = np.uint32(1) << np.arange(rows, dtype=np.uint32)
-    bits: npt.NDArray[np.uint32] = (seen * powers).sum(axis=1, dtype=np.uint32)
+    bits: npt.NDArray[np.uint32] = (visible * powers).sum(axis=1, dtype=np.uint32)
     return bits
 
 

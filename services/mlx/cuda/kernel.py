@@ -49,10 +49,10 @@ class Kernel:
         if key not in self._kept:
             self._kept.add(key)
             disk_cache.keep(self._text, inputs, output_dtypes, template)
-        found: list[mx.array] = self._call(
+        outputs: list[mx.array] = self._call(
             inputs=list(inputs), template=list(template), output_dtypes=list(output_dtypes), **more
         )
-        return found
+        return outputs
 
 
 @functools.cache

@@ -86,10 +86,10 @@ def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
     Raises:
         ValueError: only some of the layers are written in place.
     """
-    found = [layer.written for layer in layers if layer.written is not None]
-    if len(found) not in {0, len(layers)}:
-        raise ValueError(f"{len(found)} of {len(layers)} layers are written in place")
-    return found
+    written = [layer.written for layer in layers if layer.written is not None]
+    if len(written) not in {0, len(layers)}:
+        raise ValueError(f"{len(written)} of {len(layers)} layers are written in place")
+    return written
 
 
 def writes_in_place(keys: mx.array, values: mx.array) -> bool:

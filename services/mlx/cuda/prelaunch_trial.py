@@ -113,9 +113,7 @@ class _Trial:
         return took_s, logits
 
     def _ring_in_turn(self) -> tuple[list[float], mx.array]:
-        """Return the seconds from ringing to the tokens, while the next pass launches; last
-        logits.
-        """
+        """Return the seconds from ringing to the tokens, and the last logits."""
         store, times = self._stores[1], list[float]()
         store.chain(_ROWS)
         now, logits = self._launch(), mx.array(0)

@@ -41,9 +41,7 @@ def takes(x: mx.array, weight: mx.array) -> bool:
 
 
 def multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """Multiply [..., rows, inputs] by [outputs, inputs] that `takes` accepts: [..., rows,
-    outputs].
-    """
+    """Multiply [..., rows, inputs] by [outputs, inputs]; see `takes`."""
     return _launch(x, weight)
 
 

@@ -112,7 +112,7 @@ def _launch(
     if layer.norm is not None:
         inputs["gains"] = layer.norm.gains
     make: Any = build(("rotate.cuh",), body, tuple(inputs), contiguous=True, outputs=tuple(shapes))
-    found: list[mx.array] = make(
+    outputs: list[mx.array] = make(
         inputs=list(inputs.values()),
         template=[
             ("T", x.dtype), ("D", layer.size), ("HEADS", layer.heads),
@@ -123,4 +123,4 @@ def _launch(
         output_shapes=list(shapes.values()),
         output_dtypes=[x.dtype] * len(shapes),
     )  # fmt: skip
-    return found
+    return outputs

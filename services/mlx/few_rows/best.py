@@ -31,14 +31,14 @@ def find_best(rows: npt.NDArray[np.float32], width: int) -> BestOfRows | None:
         return None
     if rows.dtype != np.float32 or rows.strides[1] != rows.itemsize:
         return None
-    found = BestOfRows(
+    best = BestOfRows(
         np.empty((count, width), np.int32),
         np.empty((count, width), np.float32),
         np.empty(count, np.float32),
     )
-    pointers = (ctypes.c_void_p(array.ctypes.data) for array in found)
+    pointers = (ctypes.c_void_p(array.ctypes.data) for array in best)
     kernels.best_of_rows(
         count, head, ctypes.c_void_p(rows.ctypes.data),
         ctypes.c_long(rows.strides[0] // rows.itemsize), width, *pointers,
     )  # fmt: skip
-    return found
+    return best

@@ -103,13 +103,13 @@ def attend(
     dtype = queries.dtype
     if chunks == 1:
         body, shape = _BODY + _WHOLE, (1, count, heads, size)
-        found = _run(body, ("out",), [(shape, dtype)], (queries, keys, values), scale, mask)
-        return found[0].swapaxes(1, 2)
+        outputs = _run(body, ("out",), [(shape, dtype)], (queries, keys, values), scale, mask)
+        return outputs[0].swapaxes(1, 2)
     names = ("values", "highest", "sums")
     each = (chunks, count * heads)
     shapes = [((*each, size), mx.float32), (each, mx.float32), (each, mx.float32)]
     parts = _run(_BODY + _PART, names, shapes, (queries, keys, values), scale, mask)
-    found = launch(
+    outputs = launch(
         build("attention.metal", _MERGE, names, ("out",)),
         parts,
         template={"T": dtype, "D": size},
@@ -117,7 +117,7 @@ def attend(
         threads=size,
         outputs=[((1, count, heads, size), dtype)],
     )
-    return found[0].swapaxes(1, 2)
+    return outputs[0].swapaxes(1, 2)
 
 
 def _run(  # noqa: PLR0917

@@ -162,8 +162,8 @@ def report() -> KernelReport:
 
 def has_accelerators() -> bool:
     """Return True if this GPU has matrix units, like those of M5 chips."""
-    found = re.search(r"\bM(\d+)", _device_name())
-    return found is not None and int(found[1]) >= _FIRST_WITH_ACCELERATORS
+    match = re.search(r"\bM(\d+)", _device_name())
+    return match is not None and int(match[1]) >= _FIRST_WITH_ACCELERATORS
 
 
 def _device_name() -> str:

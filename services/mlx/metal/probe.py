@@ -83,13 +83,13 @@ def _by_mlx(x: mx.array, weights: Quantised) -> mx.array:
 def _compare_product(weights: Quantised) -> _Comparison:
     inputs = weights.scales.shape[1] * weights.group_size
     x = _normal((MOST_ROWS, inputs), weights.scales.dtype)
-    found = product.multiply(x, weights)
+    products = product.multiply(x, weights)
     expected = _by_mlx(x, weights)
     same = [
-        mx.array_equal(product.multiply(x[:n], weights), found[:n]).item()
+        mx.array_equal(product.multiply(x[:n], weights), products[:n]).item()
         for n in range(1, MOST_ROWS)
     ]
-    return _Comparison(measure_distance(expected, found), all(same))
+    return _Comparison(measure_distance(expected, products), all(same))
 
 
 def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
@@ -112,9 +112,7 @@ def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
 def _attention_inputs(
     shape: AttentionKind, rows: int, slots: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return inputs laid out like a model's: adjacent heads, and the first slots of larger
-    buffers.
-    """
+    """Return inputs laid out like a model's: adjacent heads, slots of larger buffers."""
     heads, kv_heads, size, dtype = shape
     queries = _normal((1, rows, heads, size), dtype).swapaxes(1, 2)
     keys, values = (
@@ -131,16 +129,14 @@ def _attend_by_mlx(
 
 
 def _compare_attention(shape: AttentionKind) -> _Comparison:
-    """Compare chains and trees in one chunk of keys and in several; then a chain's rows one by
-    one.
-    """
+    """Compare chains and trees in one chunk of keys and in several; then row by row."""
     count, distances = 7, []
     for slots in (70, 600):
         q, k, v = _attention_inputs(shape, count, slots)
         ends = mx.array([[slots - 3 * (i % 3)] for i in range(count)])
         for mask in ("causal", mx.arange(slots)[None] < ends):
-            found = attention.attend(q, k, v, 0.1, mask)
-            distances.append(measure_distance(_attend_by_mlx(q, k, v, 0.1, mask), found))
+            out = attention.attend(q, k, v, 0.1, mask)
+            distances.append(measure_distance(_attend_by_mlx(q, k, v, 0.1, mask), out))
     together, same = attention.attend(q, k, v, 0.1, "causal"), []
     for row in range(count):
         end = slots - count + row + 1
@@ -212,8 +208,8 @@ def _time(calls: Calls) -> float:
     seconds = []
     for _ in range(_TRIALS):
         started = time.perf_counter()
-        count = len(found := calls())
-        mx.eval(found)
+        count = len(results := calls())
+        mx.eval(results)
         seconds.append((time.perf_counter() - started) / count)
     return 1e3 * min(seconds)
 

@@ -95,8 +95,7 @@ def features_of(reader: FeatureReader | None) -> list[mx.array]:
 
 
 class TracedForward:
-    """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the
-    module.
+    """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees.
 
     A single token's attention has a kernel for any length, which a trace over whole buffers cannot
     use: whether a trace is still faster is tested separately. It may be for a token that is

@@ -282,12 +282,12 @@ class BlockBackend:
         start = max(0, stop - WINDOW)
         if start == stop:
             return None, 0
-        found = []
+        context = []
         for cache in known.store.caches:
             if cache.keys is None or cache.values is None:
                 return None, 0
-            found.append((cache.keys[..., start:stop, :], cache.values[..., start:stop, :]))
-        return found, known.first + start
+            context.append((cache.keys[..., start:stop, :], cache.values[..., start:stop, :]))
+        return context, known.first + start
 
     # ------------------------------------------------------------ blocks
 

@@ -126,9 +126,7 @@ class _Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def __call__(self, hidden: mx.array, before: mx.array, candidates: mx.array) -> mx.array:
-        """Return [rows, candidates] to be added, from [rows, width], [rows] and [rows,
-        candidates].
-        """
+        """Return [rows, candidates] to be added to the candidates' logits."""
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         scores: mx.array = self.successor_codebook[candidates] @ context[:, :, None]
         return scores[..., 0]
@@ -216,8 +214,7 @@ class BlockHead(nn.Module):
         return [layer.self_attn.keys_and_values(normed, at) for layer in self.layers]
 
     def __call__(self, tokens: mx.array, at: int, context: Context | None, first: int) -> mx.array:
-        """Compute [blocks, tokens, width] of blocks [blocks, tokens], which start at position
-        `at`.
+        """Compute [blocks, tokens, width] of blocks [blocks, tokens] that start at `at`.
 
         Args:
             tokens: known ones, then `mask_token`.
@@ -281,10 +278,10 @@ def _convolution(head: HeadDescription) -> tuple[int, int] | None:
 
 def _plain_names(tensors: Tensors) -> Tensors:
     """Return the tensors under uniform names, however they were packaged."""
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, array in tensors.items():
         plain = name.removeprefix("model.").removeprefix("draft_model.")
         if plain.startswith("candidate_selector.") and "codebook" in plain:
             plain = plain.removesuffix(".weight")
-        found[plain] = array
-    return found
+        renamed[plain] = array
+    return renamed

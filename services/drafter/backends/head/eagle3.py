@@ -100,10 +100,10 @@ class Eagle3Head(nn.Module):
 
 def _rename(tensors: Tensors) -> Tensors:
     """Return the tensors under their original names, however they were packaged."""
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, array in tensors.items():
         plain = name.removeprefix("model.")
         if plain.startswith("layers.0."):
             plain = "midlayer." + plain.removeprefix("layers.0.")
-        found[plain] = array
-    return found
+        renamed[plain] = array
+    return renamed

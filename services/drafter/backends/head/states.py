@@ -68,5 +68,5 @@ class StateRun:
         """Return the states of positions [first, stop), all of which must be held."""
         if self._rows is None or not self.first <= first < stop <= self.end:
             raise IndexError(f"states {first} to {stop} of {self.first} to {self.end}")
-        found: Rows = self._rows[first - self.first : stop - self.first]
-        return found
+        states: Rows = self._rows[first - self.first : stop - self.first]
+        return states

@@ -59,15 +59,15 @@ def read_tensors(head: HeadDescription, prefix: str, dtype: mx.Dtype) -> Tensors
     Raises:
         ModelError: a file cannot be read.
     """
-    wanted = {name for name in head.tensors if name.startswith(prefix)}
-    found: Tensors = {}
-    for path in sorted({head.files[name] for name in wanted}):
+    names = {name for name in head.tensors if name.startswith(prefix)}
+    tensors: Tensors = {}
+    for path in sorted({head.files[name] for name in names}):
         try:
             loaded: Any = mx.load(path)
         except (OSError, RuntimeError) as error:
             raise ModelError(f"{path!r} cannot be read: {error}") from error
-        found |= {name: loaded[name] for name in wanted if head.files[name] == path}
-    plain = _dequantize(found, head)
+        tensors |= {name: loaded[name] for name in names if head.files[name] == path}
+    plain = _dequantize(tensors, head)
     return {name.removeprefix(prefix): _cast(array, dtype) for name, array in plain.items()}
 
 

@@ -48,7 +48,7 @@ def launch(rows: mx.array, width: int) -> mx.array:
     """Compute `find_best` by the kernel, for one of `WIDTHS`."""
     count = rows.shape[0]
     make = build(("sampling/best.cuh",), _BODY, ("rows",), contiguous=False)
-    found: list[mx.array] = make(
+    outputs: list[mx.array] = make(
         inputs=[rows],
         template=[("T", rows.dtype), ("WIDTH", width), ("WARPS", _WARPS)],
         grid=(count * _WARPS * LANES, 1, 1),
@@ -56,7 +56,7 @@ def launch(rows: mx.array, width: int) -> mx.array:
         output_shapes=[(count, 2 * width + 1)],
         output_dtypes=[mx.float32],
     )
-    return found[0]
+    return outputs[0]
 
 
 def sort_best(rows: mx.array, width: int) -> mx.array:

@@ -51,7 +51,7 @@ def launch(rows: mx.array, rules: mx.array) -> mx.array:
     count = rows.shape[0]
     texts = ("sampling/rule.cuh", "sampling/choose.cuh")
     make = build(texts, _BODY, ("rows", "rules"), contiguous=False)
-    found: list[mx.array] = make(
+    outputs: list[mx.array] = make(
         inputs=[rows, rules],
         template=[("T", rows.dtype), ("WARPS", _WARPS)],
         grid=(count * _WARPS * LANES, 1, 1),
@@ -59,7 +59,7 @@ def launch(rows: mx.array, rules: mx.array) -> mx.array:
         output_shapes=[(count,)],
         output_dtypes=[mx.int32],
     )
-    return found[0]
+    return outputs[0]
 
 
 @functools.cache
@@ -70,11 +70,11 @@ def _works(dtype: mx.Dtype) -> bool:
     positions = list(range(_TRIAL_SHAPE[0]))
     try:
         for sampling in _TRIAL:
-            found: Any = launch(rows, mx.array(write_rules(positions, sampling))).tolist()
+            chosen: Any = launch(rows, mx.array(write_rules(positions, sampling))).tolist()
             expected = sample(logits, positions, sampling)
-            decided = [pair for pair in zip(found, expected, strict=True) if pair[0] >= 0]
+            decided = [pair for pair in zip(chosen, expected, strict=True) if pair[0] >= 0]
             if not decided or any(ours != right for ours, right in decided):
-                _log.warning("the kernel that chooses tokens chose %s, not %s", found, expected)
+                _log.warning("the kernel that chooses tokens chose %s, not %s", chosen, expected)
                 return False
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the kernel that chooses tokens does not run here: %s", error)
