@@ -53,7 +53,9 @@ TOOL = {
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t['function']['name'] }}{% endfor %}{% endif %}"
     "{% for m in messages %}<|user|>{{ m['content'] }}{% if m.tool_calls %}"
-    "{% for c in m.tool_calls %}{{ c.function.arguments.colour }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}"
+    "{% for name, value in c.function.arguments.items() %}{{ name }}{{ value }}{% endfor %}"
+    "{% endfor %}{% endif %}"
     "{% endfor %}{% if mood %}{{ mood }}{% endif %}<|assistant|>"
 )
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -61,7 +63,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[RunningStack]:
-    """Target and drafter are one model, so that every rejection is a drafter's mistake."""
+    """Target and drafter have the same weights, so that a rejection is a drafter's mistake."""
     with (
         tempfile.TemporaryDirectory(prefix="ssd-t-") as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -70,7 +72,9 @@ def stack() -> Iterator[RunningStack]:
         target = write_tiny_model(Path(folder) / "target", "llama", seed=1)
         draft = write_tiny_model(Path(folder) / "draft", "llama", seed=1)
         (target / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-        settings = StackSettings(model=str(target), draft_model=str(draft), http=True, port=0)
+        settings = StackSettings(
+            model=str(target), draft_model=str(draft), draft_weights="float", http=True, port=0
+        )
         with running(settings) as found:
             found.warm_up()
             yield found

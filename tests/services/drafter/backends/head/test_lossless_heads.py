@@ -168,7 +168,7 @@ def test_missing_and_wrong_states_change_no_token(
 
 @pytest.mark.parametrize("nodes", [0, 12], ids=["chains", "trees"])
 @pytest.mark.wide
-def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int | None) -> None:
+def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int) -> None:
     """With filters, and a temperature of the drafter's own."""
     sampling = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=3, draft_temperature=0.5)
     statistics = finish(name, start(name, head, sampling, at_once, nodes), sampling)
@@ -228,7 +228,7 @@ def test_missing_states_make_drafts_worse(name: str, tmp_path: Path) -> None:
     echo = write_echo(tmp_path / name, name)
     accepted = {}
     for delivery in ("at once", "prompt only", "end only", "never"):
-        line = start(name, echo, Sampling(), DELIVERIES[delivery](), None)
+        line = start(name, echo, Sampling(), DELIVERIES[delivery](), 0)
         accepted[delivery] = finish(name, line, Sampling()).accepted
     assert accepted["never"] == 0
     assert accepted["at once"] > accepted["prompt only"]
