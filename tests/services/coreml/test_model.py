@@ -170,7 +170,7 @@ def test_stateless_prefill_returns_what_the_state_would_hold() -> None:
     ("function", "feed", "said"),
     [
         ("decode", chain_feed([5, 6], 0, SLOTS), "1 to 1 tokens"),
-        ("tree", chain_feed([5], SLOTS - 2, SLOTS), "too late a slot"),
+        ("tree", chain_feed([5], SLOTS - 2, SLOTS), "slot 126 is too high"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(function: str, feed: Feed, said: str) -> None:

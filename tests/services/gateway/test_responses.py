@@ -217,7 +217,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
     with asking(ScriptedClient(), tmp_path) as client:
         for fields, reason in (
-            ({"background": True}, "no background"),
+            ({"background": True}, "background responses are not supported"),
             ({"input": image}, "images are not supported"),
             ({"input": []}, "nothing to answer"),
             ({"tool_choice": {"type": "function", "name": "x"}}, "no tool 'x'"),

@@ -305,7 +305,7 @@ def test_recurrent_targets_take_chains_only(family: str) -> None:
 def test_the_rejection_rule_judges_chains_only() -> None:
     """A tree is refused under it."""
     stream = Stream("llama", PROMPTS[0], Sampling(temperature=1.0, acceptance="rejection"), [0])
-    with pytest.raises(ProtocolError, match="judges chains"):
+    with pytest.raises(ProtocolError, match="takes chains"):
         stream.verify(read_tree([stream.committed[-1], 1, 2], [0, 0]))
     assert stream.verify(read_tree([stream.committed[-1], 1], [])).node is None
     stream.close()
