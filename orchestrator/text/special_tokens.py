@@ -122,7 +122,8 @@ class _PlainTokenizer:
         self._numbers: dict[int, int | None] = {}
         """Original id by the renamed tokenizer's id of an added token; None is the separator."""
         for number, token in added.items():
-            self._add(self.names.get(token.content, token.content), token, number)
+            content: str = token.content
+            self._add(self.names.get(content, content), token, number)
         self._add(self._separator, AddedToken(self._separator, normalized=False), None)
 
     def _add(self, name: str, token: Any, number: int | None) -> None:

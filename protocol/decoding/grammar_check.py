@@ -92,6 +92,7 @@ class GrammarChecker(Closeable):
             return reason
 
     def _ask(self, grammar: str) -> str:
+        is_to_blame = False
         for _ in range(_ATTEMPTS):
             process = self._start()
             try:
