@@ -21,10 +21,10 @@ MARKED := processes or model or kernel or wide or real
 test: $(VENV)/.pair
 	$(PYTEST) --numprocesses 2 -m "not ($(MARKED))"
 
-# Besides what is marked, the properties again with more examples. Three at a time, as most wait for
-# processes.
+# What is marked, three at a time, as most wait for processes. HYPOTHESIS_PROFILE=many tries more
+# examples of each property.
 test-all: test
-	HYPOTHESIS_PROFILE=many $(PYTEST) --numprocesses 3 -m "$(MARKED) or hypothesis"
+	$(PYTEST) --numprocesses 3 -m "$(MARKED)"
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.
 test-gpu: EXTRAS := dev,cuda

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import NamedTuple
 
 from launch.bench.http_load import DONE, events
@@ -183,7 +184,7 @@ def attack(url: str, context: int, *, seconds: float, max_tokens: int, only: str
                 steps: dict[str, float] = dict.fromkeys(LOOPS, 0.0)
                 while not running.done():
                     wait([running], _LOOK_S)
-                    steps = {loop: max(steps[loop], s) for loop, s in _read_steps(url).items()}
+                    steps |= {loop: max(steps[loop], s) for loop, s in _read_steps(url).items()}
                 yield Row(name, bystanders.take(), steps, running.result())
     bystanders.end()
 
@@ -194,7 +195,10 @@ def _read_steps(url: str) -> dict[str, float]:
         http.client.HTTPConnection(url.removeprefix("http://"), timeout=_PATIENCE_S)
     ) as connection:
         connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
+        response = connection.getresponse()
+        page = response.read().decode()
+    if response.status != HTTPStatus.OK:
+        return {}  # the server is full: the next look tells
     values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     return {loop: float(values[f"ssd_{loop}_longest_step_seconds"]) for loop in LOOPS}
 

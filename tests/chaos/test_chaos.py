@@ -38,6 +38,7 @@ def test_a_soak_counts_and_weighs(tmp_path: Path, run_dir: Path) -> None:
 def test_a_hostile_load_hurts_no_bystander(tmp_path: Path, run_dir: Path) -> None:
     """Seconds of an hour of attacks: their kinds counted, and no process was replaced."""
     flags = ("--minutes", "0.1", "--quiet-minutes", "0.02", "--clients", "2", "--no-drafters")
+    flags += ("--crowd-seconds", "1", "--only", "deep nesting")
     outcome = outcome_of(tmp_path, "hostile", *flags)
     assert outcome["answered"] > 0
     assert outcome["replaced"] == []

@@ -199,4 +199,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert report["versions"]["mlx-lm"]
     done = ask(tmp_path / "none")
     assert done.returncode == 4
-    assert "no model folder" in done.stdout
+    assert "give a folder, a GGUF file or a hub name" in done.stdout

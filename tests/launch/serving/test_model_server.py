@@ -73,7 +73,8 @@ class Running:
 
     def drafter(self, model: str) -> str:
         """The backend that drafts for a model."""
-        return next(p.backend for p in self.processes() if p.role == f"{model} drafter")
+        drafters = (p.backend for p in self.processes() if p.role == f"{model} drafter")
+        return next(drafters, "ngram")  # prompt lookup has no process
 
 
 @contextlib.contextmanager
