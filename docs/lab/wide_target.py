@@ -6,7 +6,8 @@ multiplied by zero, and whose residual stream is widened by zeros. It has as man
 before, so as many launches as a real model of that size has, products of such a model's shapes,
 and real text, real drafts and real acceptance. 2, 3 and 4 ranks divide the MLP; the heads 2 and
 4, or as `--kv-heads` says (three heads to each): with 6 of them 2, 3 and 6.
-Weights are float16 and are made on the GPU where there is one.
+Weights are float16 and are made on the GPU where there is one. FOLDER must hold floats, as
+`python -m services.gguf.convert FILE.gguf FOLDER --dense` writes them.
 """
 
 import argparse
@@ -62,6 +63,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     given = parser.parse_args()
     config = json.loads((given.folder / "config.json").read_text())
+    if "quantization" in config:
+        parser.error(f"{given.folder} is quantised: convert its file with --dense")
     layers = config["num_hidden_layers"]
     stream = given.width or config["hidden_size"]
     columns = given.billions * 1e9 / (3 * layers * stream)
