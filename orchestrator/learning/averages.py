@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 _SMOOTHING = 0.1
 """Weight of a new sample in a mean, after many samples."""
+FADE = 0.99
+"""Share of their weight that earlier samples of a rate keep after a new one."""
+PRIOR = 6.0
+"""Number of samples that an assumed rate counts as."""
 
 
 class Ema:

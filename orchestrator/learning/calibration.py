@@ -1,10 +1,7 @@
 """Calibration: acceptance rate of draft tokens by the drafter's confidence."""
 
-from orchestrator.learning.averages import DiscountedRatio
+from orchestrator.learning.averages import FADE, PRIOR, DiscountedRatio
 
-_PRIOR = 8.0
-"""Number of samples per class that the assumption "confidence is acceptance" counts as."""
-_FADE = 0.99
 _CLASSES = 10
 
 
@@ -13,7 +10,8 @@ class Calibration:
 
     def __init__(self) -> None:
         centres = [(index + 0.5) / _CLASSES for index in range(_CLASSES)]
-        self._accepted = [DiscountedRatio(_PRIOR * centre, _PRIOR) for centre in centres]
+        # Until it is measured, confidence is acceptance.
+        self._accepted = [DiscountedRatio(PRIOR * centre, PRIOR) for centre in centres]
 
     def rate(self, confidence: float) -> float:
         """Return the probability that such a token is accepted, given that it is reached."""
@@ -21,7 +19,7 @@ class Calibration:
 
     def observe(self, confidence: float, *, accepted: bool) -> None:
         """Add a token whose parent was accepted."""
-        self._accepted[_classify(confidence)].observe(float(accepted), fade=_FADE)
+        self._accepted[_classify(confidence)].observe(float(accepted), fade=FADE)
 
 
 def _classify(confidence: float) -> int:

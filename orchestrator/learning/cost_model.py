@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TypeVar
 
-from orchestrator.learning.averages import DiscountedRatio, Ema
+from orchestrator.learning.averages import FADE, PRIOR, DiscountedRatio, Ema
 from orchestrator.learning.calibration import Calibration
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
 from orchestrator.learning.hit_curve import HitCurve
-from orchestrator.learning.latency import StepLatency, VerifyLatency
+from orchestrator.learning.latency import STALL, StepLatency, VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Hello, Mode, Origin, PassTimes, Role
@@ -22,18 +22,12 @@ MOST_SPECULATING = 2
 """Most concurrent requests with speculation: with more, passes are shared and compute-bound."""
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
-_STALL = 1.5
-"""Cap of a pass or a wait, as a multiple of its usual time."""
 _LONGEST_COST = 4.0
 """Cap of the cost of starting a free run, or of a wait excluding its draft, in tokens of plain
 decoding.
 """
 _UNSEEN_RATE = 0.85
 """Assumed acceptance rate of a draft token, optimistic so that drafts are tried."""
-_BACKUP_PRIOR, _BACKUP_FADE = 6.0, 0.99
-"""Number of samples that this rate counts as for awaited drafts, and the share of earlier
-samples that a round keeps: bad luck must not decide forever.
-"""
 _ASSUMED_LENGTH, _SHRINK = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and its decay per round in which it is not
 used.
@@ -142,8 +136,8 @@ class CostModel:
     @property
     def backup_rate(self) -> float:
         """Acceptance rate of the tokens of an awaited draft."""
-        whole = self.backups.whole + _BACKUP_PRIOR
-        return (self.backups.part + _BACKUP_PRIOR * self.alpha.value) / whole
+        whole = self.backups.whole + PRIOR
+        return (self.backups.part + PRIOR * self.alpha.value) / whole
 
     def acceptance_rates(
         self, confidences: Sequence[float], parents: Sequence[int], origin: Origin
@@ -193,7 +187,7 @@ class CostModel:
             self.calibrations["lookup"].observe(confidence, accepted=right)
         waited = observation.origin == "miss"
         self.backups.observe(
-            observation.accepted if waited else 0, len(choices) if waited else 0, fade=_BACKUP_FADE
+            observation.accepted if waited else 0, len(choices) if waited else 0, fade=FADE
         )
         if observation.prepared:
             curves = self.after_all if observation.all_stood else self.after_rejection
@@ -230,11 +224,11 @@ class CostModel:
         # A stall is not representative: a kernel is compiled, or other programs used the core.
         if self.streams == 1:
             usual_idle_ms = max(usual_ms, self.idle_ms[observation.origin].value)
-            time_ms = min(idle_ms, _STALL * usual_idle_ms)
-            time_ms += min(observation.verify_ms, _STALL * usual_ms)
+            time_ms = min(idle_ms, STALL * usual_idle_ms)
+            time_ms += min(observation.verify_ms, STALL * usual_ms)
         else:
             since_ms = observation.since_last_ms or idle_ms + observation.verify_ms
-            time_ms = min(since_ms, _STALL * self.streams * usual_ms)
+            time_ms = min(since_ms, STALL * self.streams * usual_ms)
         switch.observe(
             observation.accepted + 1, time_ms, observation.accepted, now=observation.ended_at
         )

@@ -5,14 +5,11 @@ probability that candidate i is the bonus token, given that the first i are not 
 survival statistics).
 """
 
-from orchestrator.learning.averages import DiscountedRatio
+from orchestrator.learning.averages import FADE, PRIOR, DiscountedRatio
 from orchestrator.learning.fan_out import MissCurve
 
 _RANKS = 32
 """Candidates with individual estimates; beyond them the prior holds."""
-_PRIOR = 6.0
-"""Number of samples per rank that the prior curve counts as."""
-_FADE = 0.995
 
 
 class HitCurve:
@@ -21,7 +18,7 @@ class HitCurve:
     def __init__(self, prior: MissCurve) -> None:
         self._prior = prior
         self._hazards = [
-            DiscountedRatio(_PRIOR * self._prior_hazard(rank), _PRIOR) for rank in range(_RANKS)
+            DiscountedRatio(PRIOR * self._prior_hazard(rank), PRIOR) for rank in range(_RANKS)
         ]
         self._missed = [1.0]
         """Probability by number of candidates that none is the bonus token; computed on demand."""
@@ -33,7 +30,7 @@ class HitCurve:
     def observe(self, rank: int | None, prepared: int) -> None:
         """Add a bonus token: candidate `rank` (0 is the best) of `prepared`, or None."""
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
-            self._hazards[index].observe(float(index == rank), fade=_FADE)
+            self._hazards[index].observe(float(index == rank), fade=FADE)
         self._missed = [1.0]
 
     def hit(self, candidates: int) -> float:

@@ -11,16 +11,14 @@ priceless.
 """
 _UNSEEN_ROW = 0.15
 """Assumed extra time of a further row, relative to one row, where only one size was timed."""
-_OUTLIER = 1.5
-"""Limit on the factor by which a pass moves the estimate: the first passes of a size compile
-kernels.
+STALL = 1.5
+"""Cap of a pass or a wait, as a multiple of its usual time: the first passes of a size compile
+kernels, and other programs use the cores.
 """
 _PACE_WEIGHT, _SHAPE_WEIGHT = 3.0, 10.0
 """Number of rounds that the passes at load count as: for their pace, and for the relative time
 of a size. A machine soon becomes busier than at load; its kernels do not change.
 """
-_NEARLY = 0.25
-"""Share of a depth that may be missing for it to count as done: a verification varies by more."""
 
 
 class VerifyLatency:
@@ -73,7 +71,7 @@ class VerifyLatency:
 
     def _compare(self, rows: int, milliseconds: float) -> float:
         """Return the ratio of the pass's time to the expected time, within limits."""
-        return min(max(milliseconds / self.of(rows), 1.0 / _OUTLIER), _OUTLIER)
+        return min(max(milliseconds / self.of(rows), 1.0 / STALL), STALL)
 
     def _shape(self, rows: int) -> float:
         longest = max(self._at_load)
@@ -109,12 +107,10 @@ class StepLatency:
         """Time of a depth after the first; until measured, half of the first, or 0."""
         return self._later_ms.value if self._later_ms.is_known else 0.5 * self._first_ms.value
 
-    def depths_in(self, milliseconds: float) -> float:
-        """Return the number of depths that complete in this time, including nearly complete
-        ones.
-        """
+    def depths_in(self, milliseconds: float) -> int:
+        """Return the number of depths that complete in this time."""
         chain_ms = max(0.0, self._first_ms.value - self.step_ms)
-        return (milliseconds - chain_ms) / max(_SHORTEST_MS, self.step_ms) + _NEARLY
+        return int((milliseconds - chain_ms) / max(_SHORTEST_MS, self.step_ms))
 
 
 def _interpolate(points: Mapping[int, float], place: int) -> float:

@@ -10,7 +10,7 @@ trials become rarer; a new text gets one early.
 
 from dataclasses import dataclass, field
 
-from orchestrator.learning.averages import DiscountedRatio
+from orchestrator.learning.averages import FADE, DiscountedRatio
 
 _ROUNDS = 3
 """Rounds that measure plain decoding, and rounds of speculation before that if acceptance is
@@ -20,8 +20,6 @@ _POOR, _LATER = 0.7, 24
 """Accepted tokens per round below which plain decoding is likely to be faster, so that measuring
 it costs nothing; and the rounds before it is measured otherwise.
 """
-_SETTLING = 1
-"""Rounds after a change that are not counted: the drafter ends its step, or has no draft yet."""
 _MOST_LOSS = 6.0
 """Tokens of plain decoding that speculation may lose before it pauses. Acceptance varies by
 about one token per round: with two, bad luck ended half of all good trials.
@@ -32,11 +30,9 @@ test of a gain against a loss of equal size ends there (Wald). Accepted tokens v
 Poisson variable, whose variance is its mean.
 """
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
-"""Plain rounds until the next trial; doubled after each failed one."""
-_FRESH = 64
-"""Rounds for which a measurement of plain decoding is recent enough to end speculation."""
-_FADE = 0.98
-"""Share of their weight that earlier rounds keep after a round."""
+"""Plain rounds until the next trial; doubled after each failed one. A measurement of plain
+decoding is recent enough to end speculation for the shortest of them.
+"""
 
 
 @dataclass
@@ -47,8 +43,6 @@ class SpeculationSwitch:
     """True if the next round is to be speculative."""
     is_paused: bool = False
     """True while plain decoding continues because it is faster, not to be measured."""
-    is_trial_due: bool = False
-    """True if a pause has ended, and no round of the following trial has completed."""
     measured_at: float | None = None
     """Time of the last measurement of plain decoding, in seconds of a monotonic clock."""
     _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
@@ -61,7 +55,10 @@ class SpeculationSwitch:
     """Accepted draft tokens over rounds, in this trial."""
     _left: int = 0
     """Rounds until plain decoding ends."""
-    _settling: int = _SETTLING
+    _is_settling: bool = True
+    """True in the first round after a change, which is not counted: the drafter ends its step, or
+    has no draft yet.
+    """
     _pause: int = _SHORTEST_PAUSE
     _since_plain: int = 0
     """Rounds since plain decoding was measured."""
@@ -99,25 +96,24 @@ class SpeculationSwitch:
             now: end of the round, in seconds of a monotonic clock.
         """
         self._since_plain += 1
-        self.is_trial_due = False
-        if self._settling:
-            self._settling -= 1
+        if self._is_settling:
+            self._is_settling = False
             return
         self._left -= 1
         if self.speculating:
-            self._speculative.observe(tokens, milliseconds, fade=_FADE)
+            self._speculative.observe(tokens, milliseconds, fade=FADE)
             self._since_best.observe(tokens, milliseconds)
             self._accepted.observe(accepted)
             self._judge()
             return
-        self._plain.observe(tokens, milliseconds, fade=_FADE)
+        self._plain.observe(tokens, milliseconds, fade=FADE)
         self._since_plain, self.measured_at = 0, now
         if self._left <= 0:
             self._end_plain()
 
     def on_new_text(self) -> None:
         """Schedule an early trial: acceptance on a new text is unknown."""
-        self._since_plain = max(self._since_plain, _FRESH)
+        self._since_plain = max(self._since_plain, _SHORTEST_PAUSE)
         if self.is_paused:
             self._left = min(self._left, self._pause // 8)
 
@@ -134,7 +130,7 @@ class SpeculationSwitch:
             if self._gained > _MOST_LOSS:
                 self._pause = _SHORTEST_PAUSE
         if self.loss > self.allowance:
-            if self._since_plain > _FRESH:
+            if self._since_plain > _SHORTEST_PAUSE:
                 self._measure_plain()
             else:
                 self._start_pause()
@@ -142,18 +138,17 @@ class SpeculationSwitch:
             self._measure_plain()
 
     def _measure_plain(self) -> None:
-        self._plain = self._plain.scale(1.0 - _FADE)  # the machine may have changed
+        self._plain = self._plain.scale(1.0 - FADE)  # the machine may have changed
         self._change(speculating=False, rounds=_ROUNDS)
 
     def _end_plain(self) -> None:
         """End a measurement or a pause."""
         if self.is_paused:
             # Text changes: only the new trial counts, not the last one.
-            self._speculative = self._speculative.scale(1.0 - _FADE)
+            self._speculative = self._speculative.scale(1.0 - FADE)
             self._since_best, self._accepted = DiscountedRatio(), DiscountedRatio()
             self._gained = 0.0
             self._change(speculating=True, rounds=0)
-            self.is_trial_due = True
         elif self.loss > self.allowance:
             self._start_pause()
         else:
@@ -165,5 +160,5 @@ class SpeculationSwitch:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _change(self, *, speculating: bool, rounds: int) -> None:
-        self._settling = _SETTLING if speculating != self.speculating else 0
+        self._is_settling = speculating != self.speculating
         self._left, self.speculating, self.is_paused = rounds, speculating, False

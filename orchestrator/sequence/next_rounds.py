@@ -38,12 +38,9 @@ class NextRounds:
         self._lookup = PromptLookup(options)
 
     def can_speculate(self, length: int) -> bool:
-        """Return True if a draft can be made and verified, with enough tokens ahead to gain from
-        it.
-        """
-        limits, planner = self._limits, self._planner
-        ahead = limits.count_ahead(length) >= planner.least_ahead
-        return ahead and limits.can_draft(length, planner.depth) and limits.max_draft > 0
+        """Return True if a draft can be made and verified, and the answer has room for it."""
+        limits = self._limits
+        return limits.longest_draft(length) > 0 and limits.can_draft(length, self._planner.depth)
 
     def speculates(self, length: int) -> bool:
         """Return True if the planner wants a draft, and one can be made and verified."""

@@ -18,14 +18,10 @@ from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.round_observation import LONGEST_DRAFT
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
-from protocol.messages import Mode, Origin
+from protocol.messages import MAX_SIBLINGS, Mode, Origin
 
-MOST_SIBLINGS = 4
-"""Most alternatives requested for a draft token: later ones are hardly ever right."""
 _BEYOND = 2
 """Depth of prepared branches beyond the draft length that was recently worth verifying."""
-_WORTH_A_TRIAL = 16
-"""Least number of tokens ahead at which to try again if drafts pay."""
 
 
 class Prediction(NamedTuple):
@@ -97,17 +93,6 @@ class Planner:
     def prepares(self) -> bool:
         """True if the drafter prepares for outcomes during a speculative round."""
         return self.mode == "ssd" and not self.is_in_turn
-
-    @property
-    def least_ahead(self) -> int:
-        """Tokens that an answer must have ahead to start with drafts, or to continue with them.
-
-        The cost of another trial is not earned back at the end of an answer: the next answer has
-        it.
-        """
-        switch = self.estimates.switch(self.mode)
-        due = switch is not None and switch.is_trial_due and not self.num_draft_tokens
-        return _WORTH_A_TRIAL if due else 1
 
     def report_plain(self, now: float) -> MeasuredSpeed:
         """Return the measured speed of plain decoding; 0 if there is none."""
@@ -253,7 +238,7 @@ class Planner:
     @property
     def siblings(self) -> int:
         """Number of alternatives to request from a drafter for each token; 0: chains."""
-        return 0 if self.is_chain_only else min(MOST_SIBLINGS, self.tree_nodes - 1)
+        return 0 if self.is_chain_only else min(MAX_SIBLINGS, self.tree_nodes - 1)
 
     def plan_preparation(self, draft: Draft, origin: Origin) -> Preparation:
         """Decide what to prepare during the verification of this draft."""
@@ -262,7 +247,7 @@ class Planner:
             # A drafter learns of a miss only between two depths, and an idle drafter's core can
             # help the target: no deeper than it completes meanwhile.
             time_ms = estimates.verify_latency.of(1 + len(draft)) + estimates.idle_ms["hit"].value
-            depth = max(1, min(depth, int(estimates.step_latency.depths_in(time_ms))))
+            depth = max(1, min(depth, estimates.step_latency.depths_in(time_ms)))
         return Preparation(self.fan_out(draft, origin), depth, self.held_back)
 
     def fan_out(self, draft: Draft, origin: Origin) -> list[int]:

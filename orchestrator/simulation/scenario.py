@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from orchestrator.learning.cost_model import BRANCHES_ON_A_CPU
+from orchestrator.learning.fan_out import AFTER_REJECTION
 from protocol.messages import MAX_NODES, MAX_PREPARED, Mode
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -38,7 +40,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Bandwidth of the link; 0 is unlimited."""
     jitter: Share = 0.02
     """Spread of every time, as a fraction of it."""
-    branches: Annotated[int, msgspec.Meta(ge=1, le=MAX_PREPARED)] = 8
+    branches: Annotated[int, msgspec.Meta(ge=1, le=MAX_PREPARED)] = BRANCHES_ON_A_CPU
     """Branches prepared per round if the strategy does not set them; a drafter on a GPU has 32."""
     whole_tree: bool = False
     """Disables anytime preparation: every outcome waits until its tree is complete, as in the
@@ -57,11 +59,11 @@ class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     alpha: Rate
     """Mean acceptance rate of draft tokens over the whole text."""
-    r: Annotated[float, msgspec.Meta(gt=0.0)] = 0.385
+    r: Annotated[float, msgspec.Meta(gt=0.0)] = AFTER_REJECTION.exponent
     """Exponent of the misses: after a rejection the bonus token is not among the best F candidates
     with probability (1 - first) F^-r. The default was measured with the default pair.
     """
-    first: Share = 0.27
+    first: Share = 1.0 - AFTER_REJECTION.scale
     """Probability that the best candidate after a rejection, other than the drafted token, is
     right.
     """

@@ -205,16 +205,3 @@ def test_what_was_gained_may_be_lost_again() -> None:
             pace.observe(1, 65.0 if pace.speculating else 50.0, accepted=1)
     assert lucky.speculating
     assert lucky.allowance > fresh.allowance
-
-
-def test_a_trial_is_due_until_it_has_begun() -> None:
-    """What did not pay is tried again after the pause; the first trial is not such a one."""
-    pace = SpeculationSwitch()
-    assert not pace.is_trial_due
-    pace = settled(60.0, 50.0, rounds=60)
-    while not pace.is_trial_due:
-        assert not pace.speculating
-        pace.observe(1, 50.0, accepted=0)
-    pace.observe(1, 60.0, accepted=1)
-    assert pace.speculating
-    assert not pace.is_trial_due

@@ -170,17 +170,6 @@ def test_poor_texts_among_good_ones_lose_little() -> None:
     assert prod(all_of_them) ** (1 / len(all_of_them)) > 1.1
 
 
-def test_no_trial_begins_at_the_end_of_an_answer() -> None:
-    """After 48 plain rounds the next trial is due: not with nine tokens to come."""
-    acceptance, learned = AcceptanceModel(alpha=0.0, first=0.0), CostModel()
-    found = Scenario(device=SHARED_CORES, acceptance=acceptance, tokens=64)
-    statistics = simulate(found, Strategy(), learned).statistics
-    switch = learned.switch("ssd")
-    assert switch is not None
-    assert switch.is_trial_due
-    assert statistics.rounds - statistics.plain_rounds < 7
-
-
 UNEVEN_TEXT = AcceptanceModel(alpha=0.45, burst=0.35, stretch=16.0)
 
 
