@@ -4,10 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from orchestrator.hang_detector import HangDetector
-from orchestrator.message_budget import (
-    BYTES_OF_DRAFTERS,
-    MessageBudget,
-)
+from orchestrator.message_budget import BYTES_OF_DRAFTERS, MessageBudget
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
 from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Message, Role
@@ -96,9 +93,9 @@ class Registry:
         if (budget := self._budgets.get(address)) is not None:
             budget.on_sent(message)
 
-    def spend(self, peer: Peer, message: FromService, now: float, *, asked_for: bool) -> bool:
-        """Charge a drafter's message; return False if it exceeds the drafter's budget."""
-        return self._budgets[peer.address].spend(message, now, asked_for=asked_for)
+    def spend(self, drafter: Peer, now: float) -> bool:
+        """Charge a drafter for a message; return False if it exceeds the drafter's budget."""
+        return self._budgets[drafter.address].spend(now)
 
     def limit_of(self, address: bytes) -> int:
         """Return the longest allowed message of a peer, in bytes."""

@@ -155,8 +155,10 @@ class Orchestrator:
             self._services.send(address, Identify())
         elif isinstance(message, ProtocolError):
             self._mark_for_kill(peer, f"the {peer.hello.role} sent an invalid message: {message}")
-        elif is_verifier or self._is_within_budget(peer, message):
+        elif is_verifier or self._registry.spend(peer, time.monotonic()):
             self._on_peer_message(peer, message)
+        else:
+            self._mark_for_kill(peer, "the drafter sends more than it was asked for")
 
     def _on_peer_message(self, peer: Peer, message: FromService) -> None:
         match message:
@@ -174,17 +176,6 @@ class Orchestrator:
                 self._on_prefilled(peer.hello.role, message)
             case Hello() | VerificationOutcome():
                 pass  # one was handled before; the other is not for a drafter to send
-
-    def _is_within_budget(self, drafter: Peer, message: FromService) -> bool:
-        """Return True if a drafter may send this message too; drop the drafter otherwise."""
-        asked_for = True
-        if isinstance(message, DraftTree):
-            request = self._requests.running.get(message.sequence)
-            asked_for = request is None or request.sequence.is_asked_for(message)
-        within = self._registry.spend(drafter, message, time.monotonic(), asked_for=asked_for)
-        if not within:
-            self._mark_for_kill(drafter, "the drafter sends more than it was asked for")
-        return within
 
     def _mark_for_kill(self, peer: Peer, reason: str) -> None:
         """Have the supervisor end a peer that misbehaves; drop a drafter at once."""

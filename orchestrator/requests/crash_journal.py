@@ -11,24 +11,23 @@ import contextlib
 import hashlib
 import logging
 import mmap
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from orchestrator.requests.probation import SAME_PLACE
 from protocol.messages import Generate
 from protocol.process.files import write_atomically
 from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
 
-_DIGEST_BYTES = 16
-_LENGTH_BYTES = 4
-_BYTES = _DIGEST_BYTES + _LENGTH_BYTES
-_NOBODY = bytes(_BYTES)
-_SAME_PLACE = 32
-"""Two deaths within this many tokens count as the same place: a few rounds."""
+_ENTRY = struct.Struct("<16sI")
+"""A digest, and a number of tokens."""
+_NOBODY = bytes(_ENTRY.size)
 _MOST_REMEMBERED = 1000
 _BAN_S = 600.0
 """How long a request that killed a service is refused: clients retry what fails."""
@@ -46,7 +45,7 @@ def fingerprint(message: Generate) -> bytes:
     """Return a digest that ignores the client, the time and the seed."""
     sampling = msgspec.structs.replace(message.sampling, seed=0)
     plain = msgspec.structs.replace(message, request=0, client="", group=0, sampling=sampling)
-    return hashlib.blake2b(encode(plain), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(encode(plain), digest_size=16).digest()
 
 
 class CrashJournal:
@@ -60,7 +59,7 @@ class CrashJournal:
     ) -> None:
         self._max_deaths = max_deaths
         self._deaths: dict[str, _Deaths] = {}
-        self._page: mmap.mmap | bytearray = bytearray(_BYTES)
+        self._page: mmap.mmap | bytearray = bytearray(_ENTRY.size)
         self._clock = clock
         self._banned: dict[bytes, float] = {}
         """Time of the ban by digest."""
@@ -72,20 +71,20 @@ class CrashJournal:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
             self._deaths = msgspec.json.decode(self._file.read_bytes(), type=dict[str, _Deaths])
         try:
-            last = path.read_bytes()[:_BYTES] if path.is_file() else b""
-            if len(last) == _BYTES and last != _NOBODY:
+            last = path.read_bytes()[: _ENTRY.size] if path.is_file() else b""
+            if len(last) == _ENTRY.size and last != _NOBODY:
                 self._add_death(last)
             path.write_bytes(_NOBODY)
             with path.open("r+b") as file:
-                self._page = mmap.mmap(file.fileno(), _BYTES)
+                self._page = mmap.mmap(file.fileno(), _ENTRY.size)
         except (OSError, ValueError) as error:
             _log.warning("deaths of the orchestrator are not remembered: %s", error)
 
     def _add_death(self, last: bytes) -> None:
-        name = last[:_DIGEST_BYTES].hex()
-        length = int.from_bytes(last[_DIGEST_BYTES:], "little")
+        digest, length = _ENTRY.unpack(last)
+        name = digest.hex()
         before = self._deaths.pop(name, _Deaths(0, length))
-        again = abs(length - before.length) <= _SAME_PLACE
+        again = abs(length - before.length) <= SAME_PLACE
         self._deaths[name] = _Deaths(before.count + 1 if again else 1, length)
         _log.error("the orchestrator died while it worked on request %s", name)
         for oldest in list(self._deaths)[:-_MOST_REMEMBERED]:
@@ -111,7 +110,7 @@ class CrashJournal:
     def enter(self, digest: bytes, length: int) -> bytes:
         """Record the current request at this length; return the token for `leave`."""
         before = bytes(self._page[:])
-        self._page[:] = digest + length.to_bytes(_LENGTH_BYTES, "little")
+        self._page[:] = _ENTRY.pack(digest, length)
         return before
 
     def leave(self, before: bytes) -> None:

@@ -15,12 +15,10 @@ from math import ceil, inf
 
 _ROUND_S = 0.6
 """Time slice: a request is put aside for this long if every other uses a full slice."""
-_MOST_ROUNDS = 4
-"""If a request had to wait for more rounds than this, places are added."""
-_MOST_PLACES = 4
-"""Limit of places as a multiple of the configured number: a batch costs little more."""
-_SHORTEST_STINT_S = 0.1
-"""Shorter slices are not worth the switch."""
+_CROWD = 4
+"""If a request had to wait for more rounds than this, places are added, up to this multiple of the
+configured number; slices do not become shorter than for this many rounds.
+"""
 
 Client = tuple[bool, str]
 """A client: True if its requests yield to all others, and its name."""
@@ -167,13 +165,13 @@ class FairShares:
     def _stint_s(self) -> float:
         """Time slice for a place if a request waits that holds none."""
         rounds = ceil(max(1, self.requests_waiting) / self._count_places())
-        return max(_SHORTEST_STINT_S, _ROUND_S / rounds)
+        return _ROUND_S / min(_CROWD, rounds)
 
     def _count_places(self) -> int:
         """Return the number of places: the configured one, or more under heavy load."""
         requests = sum(len(groups) for groups in self._lines.values())
-        needed = ceil(requests / _MOST_ROUNDS)
-        return min(_MOST_PLACES * self._places, max(self._places, needed))
+        needed = ceil(requests / _CROWD)
+        return min(_CROWD * self._places, max(self._places, needed))
 
     def _count_held(self) -> tuple[Counter[Client], Counter[tuple[Client, int]]]:
         claims = [hold.claim for hold in self._held.values()]

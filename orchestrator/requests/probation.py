@@ -9,8 +9,10 @@ without progress is guilty; an innocent one is convicted only by coincidence.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-_CLEARED_BY = 16
-"""Tokens beyond the place of the death after which a suspect is cleared: more than a chain."""
+SAME_PLACE = 16
+"""Two deaths within this many tokens, more than a chain, count as the same place; a suspect is
+cleared once it is further.
+"""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Probation:
     def on_progress(self, number: int, length: int) -> bool:
         """Record a request's number of tokens; return True if that clears it."""
         suspect = self._suspects.get(number)
-        if suspect is None or length < suspect.length + _CLEARED_BY:
+        if suspect is None or length < suspect.length + SAME_PLACE:
             return False
         del self._suspects[number]
         return True

@@ -14,13 +14,10 @@ from orchestrator.sequence.actions import Action
 from orchestrator.sequence.phase import Phase
 from protocol.process.awake_clock import awake_time
 
-_FIRST_DRAFT_WAIT_S = 0.5
-"""Wait for a draft before any draft has been timed."""
-_SHORTEST_DRAFT_WAIT_S = 0.05
+_DRAFT_WAIT_S = 0.25
+"""Wait for a draft that is usually faster, or was never timed."""
 _USUAL_TIMES = 10.0
-"""Longest wait for a draft, as a multiple of the usual time per depth."""
-_PASSES = 4.0
-"""Longest wait in passes of the target, which would otherwise decode plainly."""
+"""Wait for any other draft, as a multiple of the usual time per depth."""
 _LATE_WAIT_S = 0.02
 """Wait for a drafter that did not deliver the last time."""
 
@@ -50,20 +47,10 @@ class Timeouts:
     @property
     def draft_wait_s(self) -> float:
         """Longest wait for the next depth of a draft, from the usual time of one."""
-        usual_ms, likely_s = self._estimates.draft_token_ms, _FIRST_DRAFT_WAIT_S
         if self._estimates.drafter_is_late:
-            likely_s = _LATE_WAIT_S
-        elif usual_ms:
-            longest_ms = max(_USUAL_TIMES * usual_ms, _PASSES * self._pass_ms)
-            likely_s = max(_SHORTEST_DRAFT_WAIT_S, longest_ms / 1e3)
-        return min(self._draft_timeout_s, likely_s)
-
-    @property
-    def _pass_ms(self) -> float:
-        """T_v(1) with an idle drafter, or else with a busy one; 0 before either was measured."""
-        curves = (self._estimates.plain_latency, self._estimates.verify_latency)
-        observed = [curve for curve in curves if curve.is_observed]
-        return next((curve.of(1) for curve in [*observed, *curves] if curve.is_known), 0.0)
+            return min(self._draft_timeout_s, _LATE_WAIT_S)
+        usual_s = self._estimates.draft_token_ms / 1e3
+        return min(self._draft_timeout_s, max(_DRAFT_WAIT_S, _USUAL_TIMES * usual_s))
 
     def start(self, request: Request, now: float) -> None:
         """Set the deadline of the service that the request waits for since `now` (monotonic)."""

@@ -9,8 +9,7 @@ One token may follow it, which has been announced already and is used like any o
 from orchestrator.sequence.actions import Action, ToVerifier
 from protocol.messages import Extend, Revoke, VerificationOutcome, Verify
 
-MOST_GRANTED = 64
-MOST_UNREAD = 512
+MOST_GRANTED = 512
 """Limit for all sequences together: outcomes wait in a bounded queue, and if they are not read
 the verifier must stop.
 """
@@ -23,7 +22,7 @@ def limit_grant(streams: int, ahead: int) -> int:
         streams: number of running requests.
         ahead: tokens that its answer may have after the next one.
     """
-    return min(MOST_GRANTED, max(1, MOST_UNREAD // streams), ahead)
+    return min(max(1, MOST_GRANTED // streams), ahead)
 
 
 class FreeRun:

@@ -3,24 +3,21 @@
 A short prompt goes to the worker too if its chat template expands it a lot or renders slowly; all
 later conversations follow it there.
 
-Very long prompts have a separate worker, so that they never block others. Both workers process
-short prompts before longer ones that arrived slightly earlier.
+Very long prompts have a separate worker, so that they never block others.
 
 A request with a grammar waits until the grammar has been checked, also in a process with a
 deadline. That wait is bounded even if other clients send many slow grammars.
 
-A prompt is tokenised once, whatever its number of choices: results are cached for a while, and
-identical prompts in progress share one result.
+The workers' results are cached for a while, and identical prompts in progress share one: a prompt
+is tokenised once, whatever its number of choices.
 """
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import queue
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -52,10 +49,6 @@ _INLINE_CHARACTERS = 8 * INLINE_BYTES
 _INLINE_MEMORY = 512 << 20
 _VERY_LONG_BYTES = 16 * INLINE_BYTES
 """Prompts from this size on go to a separate worker: some take it seconds."""
-_YIELD_S = 1e-5
-"""Time per byte that a prompt yields to shorter ones: a few times its tokenisation time."""
-_KEPT_BYTES = 512
-"""Shortest prompt whose tokens are worth caching."""
 _MOST_KEPT_TOKENS = 1 << 21
 _WAIT_S = 15.0
 """Longest wait of a grammar for the grammars of other requests."""
@@ -149,8 +142,6 @@ class PromptEncoder:
         if len(data) <= INLINE_BYTES and not message.template_options:
             tokens = self._encode_here(prompt)
             if tokens is not None:
-                if len(data) >= _KEPT_BYTES:
-                    self._keep(digest, tokens)
                 return tokens
         self._submit(ticket, message, _Job(digest, prompt, len(data)))
         return None
@@ -192,7 +183,7 @@ class PromptEncoder:
 
     def _put_prompt(self, job: "_Job") -> None:
         lane = self._very_long if job.size >= _VERY_LONG_BYTES else self._prompts
-        lane.put(job, job.size * _YIELD_S)
+        lane.put(job)
 
     def __len__(self) -> int:
         """Return the number of requests that wait for their prompt."""
@@ -274,21 +265,20 @@ class _Lane:
     """A thread that runs jobs one after the other; it starts with the first one."""
 
     def __init__(self, name: str, work: Callable[[_Job], None]) -> None:
-        self._jobs: queue.PriorityQueue[tuple[float, int, _Job]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def put(self, job: _Job, yields_s: float = 0.0) -> None:
-        """Queue a job behind those that arrive within `yields_s` and yield for less time."""
-        self._jobs.put((time.monotonic() + yields_s, next(self._numbers), job))
+    def put(self, job: _Job) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
         with _starting:
             if not self._thread.is_alive():
                 self._thread.start()
 
     def _run(self) -> None:
         while True:
-            self._work(self._jobs.get()[-1])
+            self._work(self._jobs.get())
 
 
 _starting = threading.Lock()

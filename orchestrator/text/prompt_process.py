@@ -18,10 +18,8 @@ from protocol.transport.pipes import PipeChannel
 
 _log = logging.getLogger(__name__)
 
-_START_S = 60.0
-"""Time limit for the worker to load the tokenizer."""
-_WRITE_S = 5.0
-"""Time limit for an idle worker to receive a prompt."""
+_READY_S = 60.0
+"""Time limit for the worker to load the tokenizer, and to read a prompt."""
 _ATTEMPTS = 2
 """Attempts per prompt: another program may kill a worker once; a second death is the prompt's."""
 
@@ -88,7 +86,7 @@ class PromptProcess:
     ) -> FromPromptWorker | None:
         """Return the worker's answer; None if the prompt takes too long."""
         assert self._process is not None  # noqa: S101  # it was started with its channel
-        channel.send(prompt, _WRITE_S)
+        channel.send(prompt, _READY_S)
         deadline = Deadline(self._limits.timeout_s or threading.TIMEOUT_MAX)
         if not await_helper(self._process.pid, channel.ready, deadline, lambda: False):
             return None
@@ -116,7 +114,7 @@ class PromptProcess:
             for end in (lifeline, answers, prompts):
                 os.close(end)
         channel = PipeChannel[FromPromptWorker](reading, writing, Decoder(FromPromptWorker))
-        channel.receive(_START_S, "sign that the prompt worker is ready")
+        channel.receive(_READY_S, "sign that the prompt worker is ready")
         self._channel = channel
         return channel
 

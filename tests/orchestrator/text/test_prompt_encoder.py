@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,30 +185,6 @@ def test_nobody_waits_for_a_very_long_prompt(make: Make, folder: Path) -> None:
         assert encoder.encode((b"c", number), Generate(request=number, text=text)) is None
         assert wait(encoder) == {number: expected(folder, text)}
     assert (b"c", 1) in encoder
-
-
-def test_a_shorter_prompt_goes_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before longer ones that came a little earlier, not before those that wait for long."""
-    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 1000.0)  # more than a pause between two
-    given, begun, go_on = [], threading.Event(), threading.Event()
-
-    def noted(_: object, prompt: EncodePrompt) -> Tokens:
-        given.append(len(prompt.text))
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-        return [1]
-
-    monkeypatch.setattr(PromptProcess, "encode", noted)
-    encoder = make()
-    sizes = [9000, 9003, 9001, 9002]
-    for size in sizes:
-        assert encoder.encode((b"c", size), Generate(request=size, text="a" * size)) is None
-        assert begun.wait(DEADLINE_S)
-    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 0.0)
-    assert encoder.encode((b"c", 1), Generate(request=1, text="a" * 9004)) is None
-    go_on.set()
-    wait_for(encoder, 5)
-    assert given == [9000, 9004, 9001, 9002, 9003]
 
 
 def test_a_prompt_that_is_too_long_is_refused_unseen(make: Make) -> None:
