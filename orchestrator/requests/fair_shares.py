@@ -15,7 +15,7 @@ from math import ceil, inf
 
 _ROUND_S = 0.6
 """Time slice: a request is put aside for this long if every other uses a full slice."""
-_CROWD = 4
+_MOST_ROUNDS = 4
 """If a request had to wait for more rounds than this, places are added, up to this multiple of the
 configured number; slices do not become shorter than for this many rounds.
 """
@@ -165,13 +165,13 @@ class FairShares:
     def _stint_s(self) -> float:
         """Time slice for a place if a request waits that holds none."""
         rounds = ceil(max(1, self.requests_waiting) / self._count_places())
-        return _ROUND_S / min(_CROWD, rounds)
+        return _ROUND_S / min(_MOST_ROUNDS, rounds)
 
     def _count_places(self) -> int:
         """Return the number of places: the configured one, or more under heavy load."""
         requests = sum(len(groups) for groups in self._lines.values())
-        needed = ceil(requests / _CROWD)
-        return min(_CROWD * self._places, max(self._places, needed))
+        needed = ceil(requests / _MOST_ROUNDS)
+        return min(_MOST_ROUNDS * self._places, max(self._places, needed))
 
     def _count_held(self) -> tuple[Counter[Client], Counter[tuple[Client, int]]]:
         claims = [hold.claim for hold in self._held.values()]
