@@ -47,8 +47,10 @@ class KVStore:
         self.resident: ResidentSlots | None = None
         """Set while CPU kernels may write its slots in place."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
-        self.is_plain = slots and not bucketed and self._narrowest is None
-        """True if the tokens of every layer attend to all slots up to the frame's end."""
+        self.is_plain = slots and not bucketed
+        """True if every layer keeps all slots up to the frame's end."""
+        self.windows = [window or 0 for window in windows]
+        """Each layer's attention window, 0 for none."""
 
     def reside(self, heads: int, size: int) -> ResidentSlots:
         """Move the frame into buffers that CPU kernels write in place.

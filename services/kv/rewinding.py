@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from protocol.errors import ModelError
 from services.kv.branching import BranchingState
-from services.kv.cache import KVStore
+from services.kv.cache import KVStore, windows_of
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.recording import record_pass, start_recording
 from services.kv.replay import (
@@ -82,12 +82,13 @@ _WORDS: dict[Way, str] = {
 }
 
 
-def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
+def find_rewinding(model: Any, *, bucketed: bool, whole: bool = False) -> StateFactory:
     """Return the fastest way to rewind that works for this model.
 
     Args:
         model: an mlx-lm model; its recurrences may get hooks (`kv.replay`).
         bucketed: as for `KVStore`.
+        whole: keep all rows of sliding layers, which the CPU kernels can do without copies.
 
     Raises:
         ModelError: mlx-lm itself cannot run the model here.
@@ -99,10 +100,9 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
 
     caches = make_caches()
     flat, layers = flatten_caches(caches), _describe(make_caches())
-    if all(type(cache) is KVCache for cache in caches):
-        return StateFactory(
-            lambda: KVStore([None] * len(caches), bucketed=bucketed), "slots", layers
-        )
+    if whole or all(type(cache) is KVCache for cache in caches):
+        windows = windows_of(model)
+        return StateFactory(lambda: KVStore(windows, bucketed=bucketed), "slots", layers)
     trial = _Trial(model, make_caches)
     replay = None
     if any(type(cache) is ArraysCache for cache in flat):

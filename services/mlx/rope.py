@@ -12,7 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, Llama3RoPE, YarnRoPE
+from mlx_lm.models.rope_utils import (
+    DynamicNTKScalingRoPE,
+    Llama3RoPE,
+    SuScaledRoPE,
+    YarnRoPE,
+)
 
 from protocol.errors import ModelError
 
@@ -60,7 +65,7 @@ class BranchRope(nn.Module):
         return result
 
 
-_STEADY = (nn.RoPE, Llama3RoPE, YarnRoPE)
+_STEADY = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 """Kinds whose angles depend only on the position."""
 _FEWEST_POSITIONS = 1024
 
@@ -178,7 +183,11 @@ def is_steady(rope: Any) -> bool:
     own = rope.own if isinstance(rope, BranchRope) else rope
     if isinstance(own, TableRope):
         return own.tables.are_steady
-    return type(own).__name__ == "NoPE" or (type(own) in _STEADY and not own.traditional)
+    return type(own).__name__ == "NoPE" or (type(own) in _STEADY and not _is_interleaved(own))
+
+
+def _is_interleaved(rope: Any) -> bool:
+    return not isinstance(rope, SuScaledRoPE) and bool(getattr(rope, "traditional", True))
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -214,8 +223,8 @@ def use_tables(model: nn.Module) -> None:
     """Let all layers of equal RoPE share their sines and cosines; for MLX's CPU backend."""
     shared: dict[bytes, Tables] = {}
     for attention, rope in _attentions(model):
-        dims = getattr(rope, "dims", None)
-        if dims is None or getattr(rope, "traditional", True):
+        dims = rope.dim if isinstance(rope, SuScaledRoPE) else getattr(rope, "dims", None)
+        if dims is None or _is_interleaved(rope):
             continue
         if isinstance(rope, DynamicNTKScalingRoPE):
             continue

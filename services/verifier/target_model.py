@@ -88,7 +88,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
     states = (
         _find_slots(module, bucketed=bucketed)
         if is_part
-        else find_rewinding(module, bucketed=bucketed)
+        else find_rewinding(module, bucketed=bucketed, whole=kernel_of(module) is not None)
     )
     shares = may_share_passes and states.rewinds and supports_packing(module, states.make)
     takes_trees = states.rewinds and not is_part and supports_trees(module, states.make)

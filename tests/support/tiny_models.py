@@ -142,6 +142,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "dynamic": {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
 }
 
+# Joint products, and a RoPE whose angles are stretched one by one over half of each head.
+_JOINT: dict[str, dict[str, Any]] = {
+    "phi3": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1, 2, 3, 4],
+        },
+    }
+}
+
 # Peaked attention, a peaked head, and blocks that outweigh the embedding: a model with a tied
 # head would repeat its input otherwise.
 _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "in_proj": 3.0, "lm_head": 4.0} | dict.fromkeys(
@@ -201,7 +215,8 @@ def write_tiny_model(
     if full["tie_word_embeddings"]:
         weights.pop("lm_head.weight", None)
     if "quantization" in full:
-        module.load_weights(list(module.sanitize(weights).items()))
+        sanitize = getattr(module, "sanitize", dict)
+        module.load_weights(list(sanitize(weights).items()))
         nn.quantize(module, **full["quantization"])
         weights = dict(tree_flatten(module.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +310,7 @@ def _config(family: str, layers: int) -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "num_hidden_layers": layers,
-        **(_CONFIGS | LAYERED)[family],
+        **(_CONFIGS | LAYERED | _JOINT)[family],
     }
     if "text_config" in config:
         config["text_config"] = config | config["text_config"]

@@ -11,12 +11,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
 from services.kernels.cpu import structures
-from services.kernels.cpu.layers import PackedEmbedding, PackedLinear
+from services.kernels.cpu.families import (
+    Family,
+    caps_of,
+    embedding_scale,
+    linears_of,
+    rotations_of,
+    window_sizes,
+)
+from services.kernels.cpu.layers import PackedEmbedding
 from services.kernels.cpu.structures import (
     NORMS,
     BlockStruct,
@@ -25,10 +32,10 @@ from services.kernels.cpu.structures import (
     PassStruct,
 )
 from services.kv.cache import KVStore
+from services.kv.slots import Frame
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
 from services.mlx.plain_blocks import Unfit
-from services.mlx.rope import Angles, BranchRope, TableRope, Tables
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
@@ -44,66 +51,60 @@ class DecoderKernel:
         Unfit: its parts are of another kind.
     """
 
-    def __init__(self, model: Any, program: ctypes.c_void_p, *, rounds: bool) -> None:
+    def __init__(
+        self, model: Any, family: Family, program: ctypes.c_void_p, *, rounds: bool
+    ) -> None:
         inner = self._inner = model.model
+        self._family = family
         self._program = program
         self._layers = list(inner.layers)
         self._kinds = [type(layer) for layer in self._layers]
         self._held: list[Any] = []
         attention = inner.layers[0].self_attn
         self._heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
-        blocks = (BlockStruct * len(self._layers))(*map(self._block, self._layers))
+        self._windows = window_sizes(model)
+        self._rotations = rotations_of(self._layers)
+        kinds = zip(self._layers, self._rotations.of_layer, self._windows, strict=True)
+        blocks = (BlockStruct * len(self._layers))(*(self._block(*kind) for kind in kinds))
+        if len({(block.q.outputs, block.gate.outputs) for block in blocks}) > 1:
+            raise Unfit("layers have different widths")
         self.size = blocks[0].q.outputs // self._heads
-        self._tables, rotated = self._rotation()
         embedding: PackedEmbedding = inner.embed_tokens
         self._embedding = embedding
-        head = model.lm_head.packed if "lm_head" in model else embedding.head
+        [head] = model.lm_head.parts if "lm_head" in model else [embedding.head]
         self.vocabulary = int(embedding.packed.matrix.outputs)
         self._width = int(embedding.packed.matrix.inputs)
         self._columns = int(head.matrix.outputs)
         self.decoder = DecoderStruct(
-            blocks, len(blocks), self._heads, self.kv_heads, self.size, rotated, int(rounds),
-            attention.scale, embedding.packed.matrix, self._norm(inner, "norm"), head.matrix,
+            blocks, len(blocks), self._heads, self.kv_heads, self.size, self._rotations.dims,
+            int(rounds), int(family.gelu), attention.scale, *caps_of(model),
+            embedding_scale(family, self._width),
+            embedding.packed.matrix, self._norm(inner, "norm"), head.matrix,
         )  # fmt: skip
 
-    def _block(self, block: Any) -> BlockStruct:
-        attention, mlp = block.self_attn, block.mlp
+    def _block(self, block: Any, rotation: int, window: int) -> BlockStruct:
+        attention = block.self_attn
         if (attention.n_heads, attention.n_kv_heads) != (self._heads, self.kv_heads):
             raise Unfit("layers have different numbers of heads")
-        norms = (
-            (block, "input_layernorm"),
-            (attention, "q_norm"),
-            (attention, "k_norm"),
-            (block, "post_attention_layernorm"),
-        )
-        layers: list[PackedLinear] = [getattr(attention, f"{name}_proj") for name in "qkvo"]
-        layers += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-        found = {name: self._norm(*place) for name, place in zip(NORMS, norms, strict=True)}
-        products = zip(structures.PRODUCTS, layers, strict=True)
-        return BlockStruct(**found, **{name: layer.packed.matrix for name, layer in products})
+        places = {name: (block, module) for name, module in self._family.norms.items()}
+        places |= {name: (attention, name) for name in ("q_norm", "k_norm")}
+        norms = {name: self._norm(*places.get(name, ({}, name))) for name in NORMS}
+        parts = [
+            part for owner, name in linears_of(self._family, block) for part in owner[name].parts
+        ]
+        products = zip(structures.PRODUCTS, parts, strict=True)
+        matrices = {name: part.matrix for name, part in products}
+        return BlockStruct(**norms, **matrices, rotation=rotation, window=window)
 
     def _norm(self, owner: Any, name: str) -> NormStruct:
         if name not in owner:
             return NormStruct(None, 0.0)
         norm = owner[name]
-        if type(norm) is not nn.RMSNorm:
+        if type(norm).__name__ != "RMSNorm":
             raise Unfit(f"{name} is a {type(norm).__name__}")
-        floats = np.array(norm.weight.astype(mx.float32))
+        floats = np.array(norm.weight.astype(mx.float32)) + np.float32(self._family.norm_offset)
         self._held.append(floats)
         return NormStruct(floats.ctypes.data, norm.eps)
-
-    def _rotation(self) -> tuple[Tables | None, int]:
-        """The tables that all layers rotate by, and how much of a head."""
-        ropes = [layer.self_attn.rope for layer in self._layers]
-        ropes = [rope.own if isinstance(rope, BranchRope) else rope for rope in ropes]
-        if all(type(rope).__name__ == "NoPE" for rope in ropes):
-            return None, 0
-        first = ropes[0]
-        if not isinstance(first, TableRope) or not first.tables.are_steady:
-            raise Unfit(f"its RoPE is a {type(first).__name__}")
-        if any(getattr(rope, "tables", None) is not first.tables for rope in ropes):
-            raise Unfit("layers rotate in different ways")
-        return first.tables, first.dims
 
     def stores_of(self, model: Any, tokens: mx.array, cache: Any) -> list[KVStore] | None:
         """The sequences of a pass that is ours, whose tokens are these; None if it is not."""
@@ -113,7 +114,7 @@ class DecoderKernel:
         ours = (
             stores is not None
             and len(stores) <= _MOST_PARTS
-            and all(len(store.caches) == len(self._layers) for store in stores)
+            and all(store.windows == self._windows for store in stores)
             and sum(store.frame.count for store in stores) == tokens.size
             and mx.default_device() == mx.cpu
             and model.model is self._inner
@@ -179,12 +180,15 @@ class DecoderKernel:
         tapped = self._tapped
         states = np.empty((len(tapped), row.size, self._width), np.float32)
         logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
-        angles = self._angles(stores)
-        turns = [None] * 3 if angles is None else list(map(address, angles))
+        positions = [store.frame.positions[store.frame.start :] for store in stores]
+        angles = self._rotations.angles(np.concatenate(positions).astype(np.int32))
+        pointers = [[_address_of(array) for array in table] for table in angles]
+        turns = [(ctypes.c_void_p * 2)(*(own[at] for own in pointers)) for at in (1, 2)]
         numbers = (ctypes.c_int * len(tapped))(*tapped)
         places = (ctypes.c_void_p * len(tapped))(*(own.ctypes.data for own in states))
         one = PassStruct(
-            row.size, address(row), *turns, len(parts), ctypes.addressof(parts),
+            row.size, address(row), pointers[0][0] if pointers else None, *turns,
+            len(parts), ctypes.addressof(parts),
             address(logits) if head else None,
             len(tapped), ctypes.addressof(numbers), ctypes.addressof(places),
         )  # fmt: skip
@@ -192,12 +196,6 @@ class DecoderKernel:
         library.cpu_run_pass(self._program, ctypes.byref(self.decoder), ctypes.byref(one))
         del held
         return logits, states
-
-    def _angles(self, stores: Sequence[KVStore]) -> Angles | None:
-        if self._tables is None:
-            return None
-        positions = [store.frame.positions[store.frame.start :] for store in stores]
-        return self._tables.angles_at(np.concatenate(positions).astype(np.int32))
 
     def _describe(self, stores: Sequence[KVStore]) -> tuple[Any, list[npt.NDArray[np.bool_]]]:
         """Of each sequence; and masks that must outlive the pass."""
@@ -207,9 +205,18 @@ class DecoderKernel:
             part.keys, part.values = ctypes.addressof(memory.keys), ctypes.addressof(memory.values)
             part.head, part.start, part.rows = memory.head, frame.start, frame.count
             if frame.visible is not None:
-                held.append(np.ascontiguousarray(frame.visible))
-                part.visible = held[-1].ctypes.data
+                masks = [np.ascontiguousarray(mask) for mask in self._masks(frame)]
+                part.visible = (ctypes.c_void_p * 2)(*(mask.ctypes.data for mask in masks))
+                held += masks
         return parts, held
+
+    def _masks(self, frame: Frame) -> list[npt.NDArray[np.bool_]]:
+        """Return what rows see in blocks without and, if there are any, with a window."""
+        visible, window = frame.visible, max(self._windows)
+        if visible is None or not window:
+            return [] if visible is None else [visible]
+        distances = frame.positions[frame.start :, None] - frame.positions[None]
+        return [visible, visible & (distances < window)]
 
 
 def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
@@ -222,6 +229,10 @@ def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
             found.append((index, numbers[0], len(numbers)))
         for at in range(0, len(found), _MOST_PARTS):
             yield found[at : at + _MOST_PARTS]
+
+
+def _address_of(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def use_decoder(model: Any, kernel: DecoderKernel) -> None:

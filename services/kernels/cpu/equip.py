@@ -1,8 +1,8 @@
 """Giving a model to the CPU kernels: its weights to strips, its passes to `decoder`."""
 
 import ctypes
+import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +10,13 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from services.kernels.cpu.decoder import DecoderKernel, use_decoder
+from services.kernels.cpu.families import (
+    Family,
+    family_of,
+    linears_of,
+    parts_of,
+    window_sizes,
+)
 from services.kernels.cpu.layers import PackedEmbedding, PackedLinear
 from services.kernels.cpu.packing import (
     MlxWeights,
@@ -19,13 +26,11 @@ from services.kernels.cpu.packing import (
     weights_of,
 )
 from services.kernels.cpu.program import find_program, name_of
-from services.mlx.plain_blocks import FAMILIES, Unfit, is_plain_block
+from services.mlx.plain_blocks import Unfit
 from services.mlx.rope import is_steady, use_tables
 
 _log = logging.getLogger(__name__)
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _ROUNDED_GROUP = 32
 
 
@@ -52,13 +57,14 @@ def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
         return False
     use_tables(model)
     packer = _Packer(program, rounds=rounds, eight_bits=eight_bits)
-    packer.pack(model)
+    family = family_of(model)
+    packer.pack(model, family)
     model.update(tree_map(_to_float32, model.parameters()))
     mx.eval(model.parameters())
     mx.clear_cache()
     _log.info("weights of %.2f GB for %s", packer.nbytes / 1e9, name_of(program))
     try:
-        use_decoder(model, DecoderKernel(model, program, rounds=rounds))
+        use_decoder(model, DecoderKernel(model, family, program, rounds=rounds))
     except Unfit as reason:
         _log.info("only products are computed by the CPU kernels: %s", reason)
     return True
@@ -67,10 +73,10 @@ def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
 def count_packed_bytes(model: nn.Module) -> int:
     """Bytes of strips that a pass over few tokens reads."""
     layers = [layer for _, layer in model.named_modules()]
-    linears = sum(layer.packed.nbytes for layer in layers if isinstance(layer, PackedLinear))
+    linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
     tables = [layer for layer in layers if isinstance(layer, PackedEmbedding)]
     heads = 0 if "lm_head" in model else sum(table.head.nbytes for table in tables)
-    return int(linears + heads)
+    return int(sum(part.nbytes for layer in linears for part in layer.parts) + heads)
 
 
 def _to_float32(array: mx.array) -> mx.array:
@@ -78,17 +84,13 @@ def _to_float32(array: mx.array) -> mx.array:
 
 
 def _why_not(model: Any) -> str | None:
-    kind = type(model)
-    homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
-    if kind.__qualname__ != "Model" or kind.__module__ not in homes:
-        return f"its class is {kind.__module__}.{kind.__qualname__}"
     try:
+        family = family_of(model)
+        window_sizes(model)
         for block in model.model.layers:
-            if not is_plain_block(block):
-                return f"a block is a {type(block).__name__}"
             if not is_steady(block.self_attn.rope):
                 return f"a RoPE is a {type(block.self_attn.rope).__name__}"
-            for owner, name in _linears(block):
+            for owner, name in linears_of(family, block):
                 check(weights_of(owner[name]))
         check(weights_of(_table_of(model.model.embed_tokens)))
         if "lm_head" in model:
@@ -96,11 +98,6 @@ def _why_not(model: Any) -> str | None:
     except Unfit as reason:
         return str(reason)
     return None
-
-
-def _linears(block: Any) -> Iterator[tuple[Any, str]]:
-    yield from ((block.self_attn, name) for name in _ATTENTION)
-    yield from ((block.mlp, name) for name in _MLP)
 
 
 def _table_of(embedding: Any) -> Any:
@@ -115,18 +112,25 @@ class _Packer:
         self._program, self._rounds, self._eight_bits = program, rounds, eight_bits
         self.nbytes = 0
 
-    def pack(self, model: Any) -> None:
+    def pack(self, model: Any, family: Family) -> None:
         """All of its layers."""
         for block in model.model.layers:
-            for owner, name in _linears(block):
-                setattr(owner, name, self._linear(owner[name]))
+            for owner, name in linears_of(family, block):
+                outputs = parts_of(name, block, owner[name].weight.shape[0])
+                setattr(owner, name, self._linear(owner[name], outputs))
         if "lm_head" in model:
-            model.lm_head = self._linear(model.lm_head)
+            model.lm_head = self._linear(model.lm_head, [model.lm_head.weight.shape[0]])
         model.model.embed_tokens = self._embedding(model.model.embed_tokens)
 
-    def _linear(self, layer: Any) -> PackedLinear:
-        packed = self._pack(weights_of(layer), layer.bias if "bias" in layer else None)
-        return PackedLinear(packed, self._program, rounds=self._rounds)
+    def _linear(self, layer: Any, outputs: list[int]) -> PackedLinear:
+        """Pack a layer as several with so many outputs each."""
+        ends = list(itertools.accumulate(outputs))
+        bias = layer.bias if "bias" in layer else None
+        parts = [
+            self._pack(weights_of(layer).cut(first, end), None if bias is None else bias[first:end])
+            for first, end in zip([0, *ends], ends, strict=False)
+        ]
+        return PackedLinear(parts, self._program, rounds=self._rounds)
 
     def _embedding(self, embedding: Any) -> PackedEmbedding:
         table = self._pack(weights_of(_table_of(embedding)))

@@ -18,18 +18,26 @@ from services.mlx.array_memory import view
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias.
 
-    def __init__(self, packed: PackedMatrix, program: ctypes.c_void_p, *, rounds: bool) -> None:
+    Args:
+        parts: whose outputs are side by side.
+        program: of an instruction set.
+        rounds: whether activations are rounded.
+    """
+
+    def __init__(
+        self, parts: list[PackedMatrix], program: ctypes.c_void_p, *, rounds: bool
+    ) -> None:
         super().__init__()
-        self.weight = mx.zeros((packed.matrix.outputs, 0))
-        self.packed = packed
+        self.weight = mx.zeros((sum(part.matrix.outputs for part in parts), 0))
+        self.parts = parts
         self.program = program
         self.rounds = rounds
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., inputs] -> [..., outputs] of float32."""
-        return _multiply(self, self.packed, x)
+        return mx.concatenate([_multiply(self, part, x) for part in self.parts], axis=-1)
 
 
 class PackedEmbedding(nn.Module):

@@ -46,6 +46,14 @@ class MlxWeights(NamedTuple):
     bits: int = 0
     group: int = 0
 
+    def cut(self, first: int, end: int) -> "MlxWeights":
+        """Return those of the outputs in [first, end)."""
+        arrays = (None if array is None else array[first:end] for array in self[:3])
+        weight, scales, biases = arrays
+        if weight is None:
+            raise ValueError("there are no weights")
+        return self._replace(weight=weight, scales=scales, biases=biases)
+
 
 def weights_of(layer: Any) -> MlxWeights:
     """Of a linear layer or an embedding.

@@ -27,7 +27,7 @@ class NormStruct(ctypes.Structure):
     _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
 
 
-NORMS = ("before", "q_norm", "k_norm", "after")
+NORMS = ("before", "q_norm", "k_norm", "attended", "after", "fed")
 PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -37,6 +37,7 @@ class BlockStruct(ctypes.Structure):
     _fields_ = (
         *((name, NormStruct) for name in NORMS),
         *((name, MatrixStruct) for name in PRODUCTS),
+        *((name, ctypes.c_int) for name in ("rotation", "window")),
     )
 
 
@@ -47,9 +48,12 @@ class DecoderStruct(ctypes.Structure):
         ("blocks", ctypes.POINTER(BlockStruct)),
         *(
             (name, ctypes.c_int)
-            for name in ("count", "heads", "kv_heads", "size", "rotated", "rounds")
+            for name in ("count", "heads", "kv_heads", "size", "rotated", "rounds", "gelu")
         ),
-        ("scale", ctypes.c_float),
+        *(
+            (name, ctypes.c_float)
+            for name in ("scale", "score_cap", "logit_cap", "embedding_scale")
+        ),
         ("embedding", MatrixStruct),
         ("norm", NormStruct),
         ("head", MatrixStruct),
@@ -60,7 +64,8 @@ class SequenceStruct(ctypes.Structure):
     """`struct sequence`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "visible")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("visible", ctypes.c_void_p * 2),
         ("head", ctypes.c_long),
         *((name, ctypes.c_int) for name in ("start", "rows")),
     )
@@ -71,7 +76,8 @@ class PassStruct(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions")),
+        *((name, ctypes.c_void_p * 2) for name in ("cos", "sin")),
         ("parts", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("sequences", "logits")),
         ("taps", ctypes.c_int),

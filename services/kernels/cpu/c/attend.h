@@ -17,6 +17,7 @@ enum {
 struct attention {
     const struct decoder *decoder;
     const struct sequence *sequence;
+    const struct block *block;
     int layer, per_head; /* parts of a head */
     const float *q;      /* [rows, heads, size] */
     float *out;
@@ -134,27 +135,45 @@ static void softmax(float *scores, int count)
         scores[s] *= factor;
 }
 
-/* The slots that a query sees: all up to this one, or by its mask. */
-INLINE int seen_by(const struct sequence *own, int query)
+/* Where the slots that a query sees begin and end, and which of these it sees. */
+struct view {
+    int first, end;
+    const unsigned char *mask; /* [end], or NULL: all */
+};
+
+static struct view view_of(const struct attention *call, int query)
 {
-    return own->visible == NULL ? own->start + query + 1 : own->start + own->rows;
+    const struct sequence *own = call->sequence;
+    int window = call->block->window, all = own->start + own->rows;
+    const unsigned char *visible = own->visible[window > 0];
+    struct view view = {0, visible == NULL ? own->start + query + 1 : all, NULL};
+    if (visible != NULL) {
+        view.mask = visible + (size_t)query * all;
+        while (view.first < own->start + query && !view.mask[view.first])
+            view.first++;
+    } else if (window > 0 && view.end > window) {
+        view.first = view.end - window;
+    }
+    return view;
 }
 
-/* The scores that a mask leaves, side by side, as weights, and zeros for the rest. */
-static void weights_of(const struct sequence *own, int query, float *scores)
+/* Scores from slot `base` on, up to slot `end`, as weights: side by side while they are added up,
+ * and zeros for slots that are not seen. */
+static void weights_of(const struct attention *call, struct view view, int base, int end, float *scores)
 {
-    int seen = seen_by(own, query), count = 0;
-    if (own->visible == NULL) {
-        softmax(scores, seen);
-        return;
-    }
-    const unsigned char *mask = own->visible + (size_t)query * seen;
-    for (int s = 0; s < seen; s++)
+    float *own = scores + (view.first - base);
+    const unsigned char *mask = view.mask == NULL ? NULL : view.mask + view.first;
+    int seen = view.end - view.first, count = mask == NULL ? seen : 0;
+    for (int s = 0; mask != NULL && s < seen; s++)
         if (mask[s])
-            scores[count++] = scores[s];
-    softmax(scores, count);
-    for (int s = seen - 1; s >= 0; s--)
-        scores[s] = mask[s] ? scores[--count] : 0.0f;
+            own[count++] = own[s];
+    if (call->decoder->score_cap > 0.0f)
+        cap_row(call->decoder->score_cap, count, own);
+    softmax(own, count);
+    for (int s = seen - 1; mask != NULL && s >= 0; s--)
+        own[s] = mask[s] ? own[--count] : 0.0f;
+    memset(scores, 0, sizeof *scores * (view.first - base));
+    memset(own + seen, 0, sizeof *scores * (end - view.end)); /* a later row may see more */
 }
 
 static int parts_of_a_head(const struct decoder *decoder, const struct sequence *own)
@@ -170,11 +189,18 @@ static void attend_part(const struct attention *call, int number)
     int group = decoder->heads / decoder->kv_heads, size = decoder->size;
     int head = number / call->per_head, first = number % call->per_head * MOST_ROWS;
     int rows = group * own->rows - first < MOST_ROWS ? group * own->rows - first : MOST_ROWS;
-    int seen = seen_by(own, (first + rows - 1) / group);
-    int stride = (seen + SLOTS - 1) / SLOTS * SLOTS;
+    struct view view = view_of(call, first / group);
+    int base = view.first, end = view.end;
+    for (int r = 1; r < rows; r++) {
+        view = view_of(call, (first + r) / group);
+        base = view.first < base ? view.first : base;
+        end = view.end > end ? view.end : end;
+    }
+    int seen = end - base, stride = (seen + 2 * SLOTS - 1) / SLOTS * SLOTS;
     float *scores = scratch(ATTENTION, sizeof(float) * ((size_t)rows * stride + (SLOTS + MOST_ROWS) * size));
     float *turned = scores + (size_t)rows * stride, *queries = turned + SLOTS * size;
-    const float *keys = own->k[call->layer] + head * own->head;
+    long begin = head * own->head + (long)base * size;
+    const float *keys = own->k[call->layer] + begin;
     float *to[MOST_ROWS];
     for (int r = 0; r < rows; r++) {
         long at = (long)((first + r) / group) * decoder->heads + head * group + (first + r) % group;
@@ -192,13 +218,9 @@ static void attend_part(const struct attention *call, int number)
         for (; r < rows; r++)
             score(1, size, queries + r * size, turned, scores + (size_t)r * stride + s, stride);
     }
-    for (int r = 0; r < rows; r++) {
-        weights_of(own, (first + r) / group, scores + (size_t)r * stride);
-        int end = seen_by(own, (first + r) / group); /* a later row may see more */
-        if (end < seen)
-            memset(scores + (size_t)r * stride + end, 0, sizeof(float) * (seen - end));
-    }
-    weigh_rows(rows, size, seen, scores, stride, own->v[call->layer] + head * own->head, to);
+    for (int r = 0; r < rows; r++)
+        weights_of(call, view_of(call, (first + r) / group), base, end, scores + (size_t)r * stride);
+    weigh_rows(rows, size, seen, scores, stride, own->v[call->layer] + begin, to);
 }
 
 static void attend_number(const void *context, int number)

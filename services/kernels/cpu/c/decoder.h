@@ -10,10 +10,12 @@ struct norm {
     float eps;
 };
 
-/* x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x))) */
+/* x + attended(attention(before(x))), then x + fed(down(act(gate(after(x))) * up(after(x)))) */
 struct block {
-    struct norm before, q_norm, k_norm, after;
+    struct norm before, q_norm, k_norm, attended, after, fed;
     struct matrix q, k, v, o, gate, up, down;
+    int rotation; /* which angles of a pass */
+    int window;   /* slots that a row sees, its own included; 0: all before it */
 };
 
 struct decoder {
@@ -22,7 +24,10 @@ struct decoder {
     int heads, kv_heads, size;
     int rotated;      /* first elements of a head, in two halves; 0: none */
     int rounds;       /* whether activations are rounded to bytes for weights of bits */
+    int gelu;         /* act is GELU by tanh, else SiLU */
     float scale;      /* of attention */
+    float score_cap, logit_cap; /* cap * tanh(x / cap); 0: as they are */
+    float embedding_scale;
     struct matrix embedding;
     struct norm norm;
     struct matrix head;
@@ -32,7 +37,8 @@ struct decoder {
  * of its rows take part. They go to the slots from `start` on. */
 struct sequence {
     float *const *k, *const *v;
-    const unsigned char *visible; /* [rows, start + rows], or NULL: each sees all before it */
+    /* [rows, start + rows], in blocks without and with a window, or NULL: each sees those before it */
+    const unsigned char *visible[2];
     long head;                    /* elements from one head to the next */
     int start, rows;
 };
@@ -41,7 +47,7 @@ struct sequence {
 struct pass {
     int rows;
     const int *tokens, *positions;
-    const float *cos, *sin; /* [any positions, rotated / 2] */
+    const float *cos[2], *sin[2]; /* [any positions, rotated / 2] of each rotation */
     int parts;
     const struct sequence *sequences;
     float *logits;       /* [rows, vocabulary], or NULL: only keys and values are kept */

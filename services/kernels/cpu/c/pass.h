@@ -56,6 +56,7 @@ struct work {
     struct rows normed, attended, gated; /* inputs of products */
     float *x;                            /* [rows, width] */
     float *added;                        /* [rows, width], or NULL: what is to be added to x */
+    const struct norm *adding;           /* of these */
     float *q, *k, *v, *answers;          /* [rows, heads of the kind * size] */
     float *gate, *up, *one;
     const struct norm *norm;
@@ -71,7 +72,19 @@ static void each_row(const struct work *work, part *compute)
             compute(work, row);
 }
 
-/* x += added; normed = norm(x) */
+/* x += adding(added) */
+static void add_to_row(const struct work *work, int row)
+{
+    int width = work->normed.width;
+    if (work->added == NULL)
+        return;
+    float *added = work->added + (size_t)row * width;
+    if (work->adding->weight != NULL)
+        normalise(work->adding, width, added, added);
+    add_row(width, added, work->x + (size_t)row * width);
+}
+
+/* x += adding(added); normed = norm(x) */
 static void norm_row(const void *context, int row)
 {
     const struct work *work = context;
@@ -79,8 +92,7 @@ static void norm_row(const void *context, int row)
     int width = normed.width;
     float *x = work->x + (size_t)row * width;
     float *to = scratch(ROW, sizeof(float) * width);
-    if (work->added != NULL)
-        add_row(width, work->added + (size_t)row * width, x);
+    add_to_row(work, row);
     normalise(work->norm, width, x, to);
     put_row(&normed, row, to);
 }
@@ -89,11 +101,13 @@ static void place_heads(const struct work *work, const struct norm *norm, int ro
 {
     int size = work->decoder->size, half = work->decoder->rotated / 2;
     size_t angle = half > 0 ? (size_t)work->pass->positions[row] * half : 0;
+    const float *cos = work->pass->cos[work->block->rotation];
+    const float *sin = work->pass->sin[work->block->rotation];
     for (int h = 0; h < heads; h++, x += size) {
         if (norm->weight != NULL)
             normalise(norm, size, x, x);
         if (half > 0)
-            rotate(half, work->pass->cos + angle, work->pass->sin + angle, x);
+            rotate(half, cos + angle, sin + angle, x);
     }
 }
 
@@ -129,7 +143,7 @@ static void gate_one(const void *context, int row)
     const struct work *work = context;
     struct rows gated = work->gated;
     size_t at = (size_t)row * gated.width;
-    gate_row(gated.width, work->gate + at, work->up + at);
+    gate_row(work->decoder->gelu, gated.width, work->gate + at, work->up + at);
     put_row(&gated, row, work->gate + at);
 }
 
@@ -141,7 +155,7 @@ static void attend_all(const struct work *work)
     for (int p = 0, first = 0; p < work->pass->parts; first += work->pass->sequences[p++].rows) {
         const struct sequence *own = &work->pass->sequences[p];
         parts[p] = (struct attention){
-            .decoder = work->decoder, .sequence = own, .layer = work->layer,
+            .decoder = work->decoder, .sequence = own, .block = work->block, .layer = work->layer,
             .per_head = parts_of_a_head(work->decoder, own),
             .q = work->q + (size_t)first * width, .out = work->answers + (size_t)first * width};
         jobs.count += parts[p].per_head * work->decoder->kv_heads;
@@ -163,11 +177,13 @@ static void run_block(struct work *work)
     attend_all(work);
     each_row(work, keep_answers);
     work->added = work->one;
+    work->adding = &block->attended;
     product(&block->o, &work->attended, work->added);
     work->norm = &block->after;
     each_row(work, norm_row);
     run_products(&gates);
     each_row(work, gate_one);
+    work->adding = &block->fed;
     product(&block->down, &work->gated, work->added);
 }
 
@@ -232,16 +248,23 @@ static void read_row(const struct matrix *m, int row, float *to)
     }
 }
 
-static void keep_taps(const struct work *work, int layer)
+static void keep_taps(struct work *work, int layer)
 {
     const struct pass *pass = work->pass;
-    int width = work->normed.width;
     for (int t = 0; t < pass->taps; t++)
         if (pass->tapped[t] == layer) {
-            memcpy(pass->tap[t], work->x, sizeof(float) * pass->rows * width);
-            for (int r = 0; work->added != NULL && r < pass->rows; r++)
-                add_row(width, work->added + (size_t)r * width, pass->tap[t] + (size_t)r * width);
+            for (int r = 0; r < pass->rows; r++)
+                add_to_row(work, r);
+            work->added = NULL;
+            memcpy(pass->tap[t], work->x, sizeof(float) * pass->rows * work->normed.width);
         }
+}
+
+static void cap_logits(const void *context, int row)
+{
+    const struct work *work = context;
+    int count = work->decoder->head.outputs;
+    cap_row(work->decoder->logit_cap, count, work->pass->logits + (size_t)row * count);
 }
 
 static void place_work(struct work *work)
@@ -274,6 +297,8 @@ static void run_pass(const struct decoder *decoder, const struct pass *pass)
     struct rows all[3] = {work.normed, work.attended, work.gated};
     for (int r = 0; r < pass->rows; r++)
         read_row(&decoder->embedding, pass->tokens[r], work.x + (size_t)r * width);
+    for (size_t i = 0; decoder->embedding_scale != 1.0f && i < (size_t)pass->rows * width; i++)
+        work.x[i] *= decoder->embedding_scale;
     for (int layer = 0; layer < decoder->count; layer++) {
         const struct block *block = work.block = &decoder->blocks[layer];
         const struct matrix *inputs[] = {&block->q, &block->k, &block->v, &block->gate, &block->up};
@@ -294,6 +319,8 @@ static void run_pass(const struct decoder *decoder, const struct pass *pass)
     work.norm = &decoder->norm;
     each_row(&work, norm_row);
     product(head, &work.normed, pass->logits);
+    if (decoder->logit_cap > 0.0f)
+        each_row(&work, cap_logits);
 }
 
 static void multiply(const struct matrix *m, int rows, const float *x, int rounds, float *y)

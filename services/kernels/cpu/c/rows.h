@@ -53,11 +53,25 @@ static void add_row(int count, const float *from, float *to)
         to[i] += from[i];
 }
 
-/* x / (1 + e^-x) * up, in place of x. */
-static void gate_row(int count, float *x, const float *up)
+/* act(x) * up, in place of x; GELU by tanh is x * sigmoid(2 * sqrt(2 / pi) * (x + .044715 x^3)). */
+static void gate_row(int gelu, int count, float *x, const float *up)
 {
+    if (gelu)
+        for (int i = 0; i < count; i++) {
+            float inner = x[i] * (1.5957691216f + 0.0713548163f * (x[i] * x[i]));
+            x[i] = x[i] / (1.0f + exponential(-inner)) * up[i];
+        }
+    else
+        for (int i = 0; i < count; i++)
+            x[i] = x[i] / (1.0f + exponential(-x[i])) * up[i];
+}
+
+/* cap * tanh(x / cap), in place of x. */
+static void cap_row(float cap, int count, float *x)
+{
+    float steep = 2.0f / cap;
     for (int i = 0; i < count; i++)
-        x[i] = x[i] / (1.0f + exponential(-x[i])) * up[i];
+        x[i] = cap - 2.0f * cap / (exponential(x[i] * steep) + 1.0f);
 }
 
 /* One head, by the angles of its position. */

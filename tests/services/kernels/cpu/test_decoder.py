@@ -12,7 +12,7 @@ from services.batching.packing import pack_pass, supports_packing
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program
-from services.kv.cache import KVStore
+from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.taps import Taps
 from tests.support.reference import for_the_cpu, reference, tiny_folder
@@ -22,7 +22,9 @@ pytestmark = [
     pytest.mark.skipif(find_program() is None, reason="there is no C compiler here"),
 ]
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "quantized")
+FAMILIES = (
+    "llama", "llama3", "qwen2", "qwen3", "quantized", "sliding", "gemma2", "gemma3", "phi3"
+)  # fmt: skip
 PROMPT = [(5 * i) % 250 + 4 for i in range(30)]
 ROWS = [(7 * i) % 250 + 4 for i in range(11)]
 
@@ -36,7 +38,7 @@ def model(family: str, *, rounds: bool = True) -> Any:
 
 
 def begun(module: Any, prompt: list[int] = PROMPT) -> KVStore:
-    store = KVStore([None] * len(module.layers), bucketed=False)
+    store = KVStore(windows_of(module), bucketed=False)
     if prompt:
         store.chain(len(prompt))
         fill_only(module)(mx.array([prompt]), cache=store.caches)
@@ -77,9 +79,10 @@ def test_a_row_has_the_same_bits_in_any_company(family: str) -> None:
     assert np.array_equal(tree[[0, *range(1, len(nodes), 2)]], expected)
 
 
-def test_sequences_that_share_a_pass_change_no_bit() -> None:
+@pytest.mark.parametrize("family", ["quantized", "gemma3"])
+def test_sequences_that_share_a_pass_change_no_bit(family: str) -> None:
     """Each gets what it gets alone."""
-    module = model("quantized")
+    module = model(family)
     assert supports_packing(module, lambda: begun(module, []))
     stores = [begun(module), begun(module, PROMPT[:7])]
     for store in stores:
@@ -93,9 +96,10 @@ def test_sequences_that_share_a_pass_change_no_bit() -> None:
     assert np.array_equal(rows, np.concatenate(alone))
 
 
-def test_all_instruction_sets_compute_the_same_bits() -> None:
-    """Norms, rotations, attention and gates as well as products."""
-    module = model("quantized")
+@pytest.mark.parametrize("family", ["quantized", "gemma2", "gemma3"])
+def test_all_instruction_sets_compute_the_same_bits(family: str) -> None:
+    """Norms, rotations, attention, gates and soft caps as well as products."""
+    module = model(family)
     kernel = kernel_of(module)
     assert kernel is not None
     expected = logits(module, begun(module), ROWS)
@@ -127,7 +131,7 @@ def test_weights_take_what_they_take_in_the_file() -> None:
     assert count_packed_bytes(module) < 1.3 * stored
 
 
-@pytest.mark.parametrize("family", ["dynamic", "gemma2", "moe"])
+@pytest.mark.parametrize("family", ["dynamic", "gemma4", "moe"])
 def test_other_families_stay_with_mlx(family: str) -> None:
     """Their weights are floats, as before."""
     module = load(tiny_folder(family), as_stored=True).module
