@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from services.kernels.cpu import structures
 from services.kernels.cpu.families import (
-    Family,
+    BlockKind,
     caps_of,
     embedding_scale,
     linears_of,
@@ -52,7 +52,7 @@ class DecoderKernel:
     """
 
     def __init__(
-        self, model: Any, family: Family, program: ctypes.c_void_p, *, rounds: bool
+        self, model: Any, family: BlockKind, program: ctypes.c_void_p, *, rounds: bool
     ) -> None:
         inner = self._inner = model.model
         self._family = family

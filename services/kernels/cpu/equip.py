@@ -11,8 +11,8 @@ from mlx.utils import tree_map
 
 from services.kernels.cpu.decoder import DecoderKernel, use_decoder
 from services.kernels.cpu.families import (
-    Family,
-    family_of,
+    BlockKind,
+    kind_of,
     linears_of,
     parts_of,
     window_sizes,
@@ -57,7 +57,7 @@ def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
         return False
     use_tables(model)
     packer = _Packer(program, rounds=rounds, eight_bits=eight_bits)
-    family = family_of(model)
+    family = kind_of(model)
     packer.pack(model, family)
     model.update(tree_map(_to_float32, model.parameters()))
     mx.eval(model.parameters())
@@ -85,7 +85,7 @@ def _to_float32(array: mx.array) -> mx.array:
 
 def _why_not(model: Any) -> str | None:
     try:
-        family = family_of(model)
+        family = kind_of(model)
         window_sizes(model)
         for block in model.model.layers:
             if not is_steady(block.self_attn.rope):
@@ -112,7 +112,7 @@ class _Packer:
         self._program, self._rounds, self._eight_bits = program, rounds, eight_bits
         self.nbytes = 0
 
-    def pack(self, model: Any, family: Family) -> None:
+    def pack(self, model: Any, family: BlockKind) -> None:
         """All of its layers."""
         for block in model.model.layers:
             for owner, name in linears_of(family, block):
@@ -123,7 +123,7 @@ class _Packer:
         model.model.embed_tokens = self._embedding(model.model.embed_tokens)
 
     def _linear(self, layer: Any, outputs: list[int]) -> PackedLinear:
-        """Pack a layer as several with so many outputs each."""
+        """Pack a layer as several, with these numbers of outputs."""
         ends = list(itertools.accumulate(outputs))
         bias = layer.bias if "bias" in layer else None
         parts = [

@@ -27,8 +27,8 @@ _MOST_ROTATIONS = 2
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a family's blocks do beyond products, rotation and attention."""
+class BlockKind:
+    """The steps of a family's blocks beyond products, rotation and attention."""
 
     norms: Mapping[str, str] = field(default_factory=lambda: _PLAIN_NORMS)
     """Of `struct block`, and the names of mlx-lm's modules."""
@@ -36,23 +36,23 @@ class Family:
     """Added to the weights of norms."""
     gelu: bool = False
     scales_embedding: mx.Dtype | None = None
-    """Whether embeddings are multiplied by the root of their width, rounded to this type."""
+    """Embeddings are multiplied by the root of their width, rounded to this type."""
     attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     mlp: tuple[str, ...] = ("gate_proj", "up_proj")
 
 
-_GEMMA2 = Family(_GEMMA_NORMS, 1.0, gelu=True, scales_embedding=mx.float32)
+_GEMMA2 = BlockKind(_GEMMA_NORMS, 1.0, gelu=True, scales_embedding=mx.float32)
 _FAMILIES = {
-    "llama": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "llama": BlockKind(),
+    "qwen2": BlockKind(),
+    "qwen3": BlockKind(),
     "gemma2": _GEMMA2,
-    "gemma3_text": Family(_GEMMA_NORMS, 1.0, gelu=True, scales_embedding=mx.bfloat16),
-    "phi3": Family(attention=("qkv_proj",), mlp=("gate_up_proj",)),
+    "gemma3_text": BlockKind(_GEMMA_NORMS, 1.0, gelu=True, scales_embedding=mx.bfloat16),
+    "phi3": BlockKind(attention=("qkv_proj",), mlp=("gate_up_proj",)),
 }
 
 
-def family_of(model: Any) -> Family:
+def kind_of(model: Any) -> BlockKind:
     """Return the family of an mlx-lm model whose blocks are unmodified.
 
     Raises:
@@ -71,7 +71,7 @@ def family_of(model: Any) -> Family:
     return _FAMILIES[name]
 
 
-def linears_of(family: Family, block: Any) -> Iterator[tuple[Any, str]]:
+def linears_of(family: BlockKind, block: Any) -> Iterator[tuple[Any, str]]:
     """Yield the owner and the name of each linear layer of a block."""
     yield from ((block.self_attn, name) for name in (*family.attention, "o_proj"))
     yield from ((block.mlp, name) for name in (*family.mlp, "down_proj"))
@@ -87,7 +87,7 @@ def parts_of(name: str, block: Any, outputs: int) -> list[int]:
     return [outputs // 2] * 2 if name == "gate_up_proj" else [outputs]
 
 
-def embedding_scale(family: Family, width: int) -> float:
+def embedding_scale(family: BlockKind, width: int) -> float:
     """Return what embeddings are multiplied by."""
     if family.scales_embedding is None:
         return 1.0
