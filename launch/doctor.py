@@ -270,7 +270,7 @@ def _examine_kernels(pair: Pair, settings: StackSettings, survey: HardwareReport
 
 def _check_conversions(pair: Pair) -> list[Finding]:
     """Report the CoreML conversions next to the models."""
-    uses = {pair.model: "`--prefill coreml`", pair.draft_model: "`--draft-backend coreml`"}
+    uses = {pair.model: "`--set prefill=coreml`", pair.draft_model: "`--draft-backend coreml`"}
     findings = []
     for folder, use in uses.items():
         place = find_converted(Path(folder)) if folder else None

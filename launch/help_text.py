@@ -115,18 +115,14 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     ],
     "top": [
         ("ssd top", "the stack of `ssd launch` or `ssd serve`"),
-        ("ssd top --name work --interval 0.5", "another stack, twice per second"),
+        ("ssd top --name work", "another stack"),
         ("ssd top --once --json", "one frame, for scripts"),
     ],
 }
 
 _WORDS = {
     "--backend": "What drafts: a model, or prompt lookup (ngram).",
-    "--calls": "Model calls per measurement.",
-    "--clients": "Concurrent clients.",
     "--draft-backend": "What drafts; auto: mlx with a draft model, else ngram.",
-    "--fan-out-policy": "Share branches out by learned hit rates, by Theorem 12, or evenly.",
-    "--faults": "Number of faults.",
     "--max-tokens": "Longest answer in tokens.",
     "--min-p": "Keep tokens at least this likely relative to the best; 0 is off.",
     "--minutes": "Duration in minutes.",

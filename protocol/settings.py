@@ -34,7 +34,6 @@ COMPUTE_UNITS: tuple[ComputeUnits, ...] = get_args(ComputeUnits)
 
 Prefill = Literal["mlx", "coreml", "coreml-always"]
 """Runtime of the target's prefill; `coreml` where that was measured to be faster."""
-PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
 MetalKernels = Literal["auto", "on", "off"]
 """Kernels for few rows on Apple's GPUs: where faster, wherever correct, or never."""
@@ -50,7 +49,6 @@ DraftWeights = Literal["auto", "int8", "float"]
 """Weights of an MLX drafter. int8: bytes, which are read faster and draft almost as well; float:
 the weights as loaded. `auto`: int8 on a CPU.
 """
-DRAFT_WEIGHTS: tuple[DraftWeights, ...] = get_args(DraftWeights)
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Device of a process: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's default."""

@@ -1,4 +1,4 @@
-"""`ssd bench --profile`: the expected gain of this machine and pair, and the best settings.
+"""`ssd bench --only profile`: the expected gain of this machine and pair, and the best settings.
 
 T_v(m) and T_d(B) are measured by profilers; a few short answers of a stack give the cost of a
 message and the quality of the drafter. The product's own decisions are then simulated with these

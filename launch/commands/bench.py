@@ -57,12 +57,11 @@ from protocol.version import install_hint
     help="all, or a list. Knobs may be fixed, as in ssd:k=4:b=16, ssd:tree-nodes=8, ssd:rejection, "
     "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
 )
-@click.option("--profile", is_flag=True, help="Only predict the gain here, in half a minute.")
-@click.option("--overlap", is_flag=True, help="Only measure whether both models can run at once.")
 @click.option(
-    "--coreml",
-    is_flag=True,
-    help="Only measure the pair's converted models: decoding, and prefill by length.",
+    "--only",
+    type=click.Choice(["profile", "overlap", "coreml"]),
+    help="Predict the gain here, in half a minute; or measure whether both models can run at once; "
+    "or the pair's converted models.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures as JSON."
@@ -74,11 +73,12 @@ def command(**options: Any) -> None:  # fmt: skip
     --report adds the profile and the overlap.
     """
     json_file, report = options.pop("json_file"), options.pop("report")
-    if options.pop("coreml"):
-        _measure_coreml(_config(options, everything=False).pair, json_file)
+    only = options.pop("only")
+    if only == "coreml":
+        _measure_coreml(_config(options, only).pair, json_file)
         return
     write = None if report is None else _writer()
-    config = _config(options, everything=report is not None)
+    config = _config(options, "everything" if report is not None else only)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console.stderr(), transient=True) as progress:
@@ -134,11 +134,11 @@ def _writer() -> Callable[[BenchFile, Path], None]:
     return write
 
 
-def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
+def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
+    """Return what to measure: `only` the profile or the overlap, everything, or the modes."""
     modes, every_mode = options.pop("modes"), ",".join(NAMES)
     modes = every_mode if modes == "all" else modes
     variants = parse_all(modes or every_mode)
-    alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
     if sampling.logits_options is not None:
         raise UsageError(
@@ -154,10 +154,10 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
     pair = pair_of(settings)
-    only = any(alone.values()) and not everything
+    runs = only in (None, "everything")
     if modes is None:
         variants = parse_all(default_modes(pair.backend))
-        if pair.backend != "mlx" and not only:
+        if pair.backend != "mlx" and runs:
             console.stderr().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
     require_draft_model(variants, pair.backend)
     for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
@@ -169,9 +169,9 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
         samplings=samplings,
         prompts=prompts,
         source=source,
-        profile=alone["profile"] or everything,
-        overlap=alone["overlap"] or everything,
-        runs=not only,
+        profile=only in ("profile", "everything"),
+        overlap=only in ("overlap", "everything"),
+        runs=runs,
         **wanted,
     )
 

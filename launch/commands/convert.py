@@ -22,7 +22,6 @@ from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.convert import (
-    COMPRESSIONS,
     Agreement,
     ConvertEvent,
     ConvertProgress,
@@ -35,6 +34,7 @@ _option = options_of(ConvertSettings)
 MORE = (
     "branches",
     "chunk",
+    "compression",
     "width",
     "layers_per_part",
     "state_write",
@@ -53,7 +53,6 @@ MORE = (
 @click.option("--target", help="Target to draft for; also measures acceptance.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @_option("--context", "Tokens that fit, drafts included.")
-@_option("--compression", "Of the weights.", click.Choice(COMPRESSIONS))
 @_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
 @more_settings(MORE)
 @click.option("--force", is_flag=True, help="Replace the conversion of another model.")

@@ -27,19 +27,11 @@ from protocol.settings import READING_WAYS, DistillSettings
 _option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
 MORE = (
-    *("temperatures", "length", "user_tokens", "data_tokens", "data_minutes", "data_batch"),
-    *("init_layers", "tapped_layers", "head_size", "mlp", "finish", "loss_temperature"),
-    *(
-        "objective",
-        "user_weight",
-        "on_policy",
-        "batch",
-        "learning_rate",
-        "precision",
-        "compiled",
-    ),
-    *("warmup", "weight_decay", "clip", "session_minutes"),
-)
+    "steps", "temperatures", "length", "user_tokens", "data_tokens", "data_minutes",
+    "data_batch", "init_layers", "tapped_layers", "head_size", "mlp", "finish",
+    "loss_temperature", "objective", "user_weight", "on_policy", "batch", "learning_rate",
+    "precision", "compiled", "warmup", "weight_decay", "clip", "session_minutes",
+)  # fmt: skip
 """Settings of a run without a flag: see `protocol.settings.DistillSettings`."""
 
 
@@ -50,7 +42,6 @@ MORE = (
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @click.option("--texts", multiple=True, help="Reuse the texts of this run (repeatable).")
 @_option("--minutes", "The whole run, over all resumptions: texts, training, evaluation.")
-@_option("--steps", "Training steps instead of a time limit.")
 @_option("--layers", "Layers of the drafter.")
 @click.option("--init-drafter", help="Drafter to start from, of as many layers or fewer.")
 @click.option(
@@ -199,7 +190,8 @@ def judge_drafter(agreement: float) -> str:
     if agreement < _USELESS:
         return (
             f"USELESS: {agreement:.0%} of its tokens are the target's, so drafts would only cost "
-            "time; train longer (--minutes), on more texts (--data-minutes), or with more layers"
+            "time; train longer (--minutes), on more texts (--set data_minutes=N), or with more "
+            "layers"
         )
     if agreement < _POOR:
         return (

@@ -32,7 +32,9 @@ def command(*, as_json: bool, **stack: Any) -> None:
     if not report.healthy:
         sys.exit(RuntimeFailure.exit_code)
     if not as_json:
-        console.stdout().print("ready; `ssd bench --profile` measures what speculation gains here")
+        console.stdout().print(
+            "ready; `ssd bench --only profile` measures what speculation gains here"
+        )
 
 
 def _table(report: DoctorReport) -> Table:

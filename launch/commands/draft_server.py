@@ -13,14 +13,10 @@ from launch.workers.worker import module_command
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import (
-    DRAFT_WEIGHTS,
     OWN_BACKENDS,
     BackendName,
-    DraftWeights,
     encode_settings,
 )
-
-_WEIGHTS = "Precision of an MLX drafter's weights; auto: int8 on a CPU."
 
 
 @click.command("draft-server")
@@ -41,13 +37,6 @@ _WEIGHTS = "Precision of an MLX drafter's weights; auto: int8 on a CPU."
     "--model", default="", help="Draft model: folder or hub name; else the default drafter."
 )
 @click.option("--target", default="", help="For head: the target, as folder or hub name.")
-@click.option("--weights", type=click.Choice(DRAFT_WEIGHTS), default="auto", help=_WEIGHTS)
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(min=1),
-    default=DraftServerSettings(backend="mlx").prefill_step_size,
-    show_default=True,
-)
 def command(
     *,
     stdio: bool,
@@ -58,8 +47,6 @@ def command(
     backend: BackendName,
     model: str,
     target: str,
-    weights: DraftWeights,
-    prefill_step_size: int,
 ) -> None:
     """Draft for another program or another machine.
 
@@ -72,13 +59,11 @@ def command(
         backend=backend,
         model=drafter_folder(backend, model),
         target=str(resolve(target)) if target else "",
-        weights=weights,
         lines=lines,
         listen=check_address(listen) if listen else "",
         key_file=str(own_keys(key)) if listen else "",
         trusted=tuple(public_key(name) for name in trust),
         threads=compute_threads(),
-        prefill_step_size=prefill_step_size,
     )
     # Replace this process: the host's pipes, signals and waits then concern the server itself.
     command = [*module_command("services.drafter.server.main"), encode_settings(settings)]

@@ -47,6 +47,7 @@ def _drop_verbose_value(args: list[str]) -> list[str]:
 _FULL_KV = "the KV cache keeps full precision, or drafts would change the answer"
 _NOT_HERE = {
     "--extra-eos-token": "end the answer with --stop",
+    "--trust-remote-code": "models bring no code",
     "--image": "models read text only",
     "--xtc-probability": "use --min-p or --top-p",
     "--xtc-threshold": "use --min-p or --top-p",
@@ -69,8 +70,6 @@ _NOT_HERE = {
 @_prompt("--prefill-response", default="", metavar="TEXT", help="Beginning of the answer.")
 @_prompt("--ignore-chat-template", is_flag=True, help="Continue the prompt as it is.")
 @_prompt("--chat-template-config", metavar="JSON", help="Variables of the chat template.")
-@_prompt("--trust-remote-code", is_flag=True, expose_value=False, hidden=True,
-         help="Nothing: models bring no code.")  # fmt: skip
 @_prompt(
     "-m",
     "--max-tokens",

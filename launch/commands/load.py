@@ -28,9 +28,11 @@ _Ask = Callable[..., load.Load]
 _MODES = ("ar", "sd", "ssd", load.MLX_LM)
 _HTTP_MODES = ("ar", "server")
 _WITH_URL = frozenset(
-    {"url", "served_model", "server_key", "prompts", "requests", "max_tokens", "streams", "wait",
-     "modes", "json_file"}
+    {"url", "model", "api_key", "prompts", "requests", "max_tokens", "streams", "modes",
+     "json_file"}
 )  # fmt: skip
+_START_S = 60.0
+"""Longest wait for the server to start."""
 
 
 @click.command("load", cls=Command)
@@ -48,15 +50,7 @@ _WITH_URL = frozenset(
 )
 @click.option("--modes", help="ar,sd,ssd,mlx-lm; with --url: server,ar.  [default: ar,ssd,mlx-lm]")
 @click.option("--url", help="Send the requests to this OpenAI-compatible server.")
-@click.option("--served-model", default="", help="With --url: the server's model name.")
-@click.option("--server-key", default="", envvar="SSD_API_KEY", help="With --url: its API key.")
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    help="With --url: longest wait for the server to start, in seconds.",
-)
+@click.option("--api-key", default="", envvar="SSD_API_KEY", help="With --url: its API key.")
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write all answers as JSON."
 )
@@ -64,9 +58,9 @@ _WITH_URL = frozenset(
 def command(context: click.Context, /, **options: Any) -> None:
     """Measure throughput with several requests in flight.
 
-    With --url they go to a running server over HTTP: mode `server` lets it decode as it
-    likes, `ar` asks an ssd server for plain decoding. Start it without a prefix cache
-    (--prompt-cache-size 0), since each prompt is sent once per row of the table.
+    With --url they go to a running server over HTTP, for its model --model: mode `server`
+    lets it decode as it likes, `ar` asks an ssd server for plain decoding. Start it without a
+    prefix cache (--prompt-cache-size 0), since each prompt is sent once per row of the table.
     """
     streams = _numbers(options.pop("streams"))
     url, given = options.pop("url"), str(options.pop("modes") or "").split(",")
@@ -75,17 +69,16 @@ def command(context: click.Context, /, **options: Any) -> None:
     modes: list[str] = given if any(given) else usual
     if unknown := set(modes) - set(known):
         raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(known)}")
-    server = (options.pop("served_model"), options.pop("server_key"))
-    wait_s = options.pop("wait")
+    api_key = options.pop("api_key")
     texts = [p.prompt for p in chosen_prompts(options.pop("prompts"), 0)]
     count, max_tokens = options.pop("requests"), options.pop("max_tokens")
     texts = [texts[number % len(texts)] for number in range(count)]
     json_file = options.pop("json_file")
     if url:
         _refuse_others(context)
-        asked = Server(url, *server)
-        asked.await_ready(wait_s, console.stderr().print)
-        loads = _of_server(asked, texts, max_tokens, modes, streams)
+        server = Server(url, options["model"] or "", api_key)
+        server.await_ready(_START_S, console.stderr().print)
+        loads = _of_server(server, texts, max_tokens, modes, streams)
     else:
         loads = _of_stack(options, texts, max_tokens, modes, streams)
     console.stdout().print(load.table(loads))

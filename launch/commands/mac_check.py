@@ -45,6 +45,8 @@ _SAME_MODEL = (
     "a same-model run, and prefill through CoreML: the target has no conversion next to it; run "
     "`ssd convert --model {}` and this again"
 )
+_CALLS, _SOAK = 10, 200
+"""Calls per second of a loop: of a measurement, and of the long run."""
 _PREFILL_LOOPS = 12
 """Prompts of all lengths take at most this many times as long as a loop."""
 
@@ -54,15 +56,13 @@ _PREFILL_LOOPS = 12
 @click.option("--target", help="Target model: folder or hub name.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),
               show_default=True, help="File to write.")  # fmt: skip
-@click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True)
-@click.option("--soak", type=click.IntRange(min=0), default=1000, show_default=True,
-              help="Calls in the long run; 0: none.")  # fmt: skip
 @click.option(
     "--seconds",
-    type=float,
+    type=click.FloatRange(min=0.1),
     default=5.0,
     show_default=True,
-    help="Duration of each loop; prefill takes up to 12 times as long.",
+    help="Duration of each loop; prefill takes up to 12 times as long, and 200 calls per second "
+    "are made in the long run.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -144,7 +144,8 @@ def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> li
 
     `own` is the target's own conversion, if there is one.
     """
-    calls, soak, seconds = options["calls"], options["soak"], options["seconds"]
+    seconds = options["seconds"]
+    calls, soak = round(_CALLS * seconds), round(_SOAK * seconds)
     wanted: list[dict[str, Any]] = [
         {"kind": "injection", "target": target, "calls": calls, "half": half}
         for half in (False, True)
@@ -162,9 +163,7 @@ def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> li
             "seconds": _PREFILL_LOOPS * seconds,
         }
         wanted.append({**prefill, "compute_units": units})
-    if soak:
-        wanted.append({"kind": "soak", "compute_units": units, "calls": soak})
-    return wanted
+    return [*wanted, {"kind": "soak", "compute_units": units, "calls": soak}]
 
 
 def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[ProbeResult]:

@@ -15,7 +15,6 @@ from protocol.messages import Acceptance, Sampling
 from protocol.settings import (
     COMPUTE_UNITS,
     CPU_ACTIVATIONS,
-    PREFILLS,
     RANK_BACKENDS,
     LogLevel,
 )
@@ -26,6 +25,7 @@ _MIB = 1024**2
 _DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
 
 WITHOUT_FLAG = (
+    "allowed_hosts",
     "draft_weights",
     "kv_bytes",
     "max_body_bytes",
@@ -33,6 +33,9 @@ WITHOUT_FLAG = (
     "max_waiting",
     "memory_bytes",
     "metal_kernels",
+    "parse_special",
+    "prefill",
+    "prompt_cache_bytes",
     "rank_python",
     "rate_limit",
     "strict",
@@ -144,8 +147,6 @@ def _model_options() -> Callable[[F], F]:
                  metavar="KEY"),
         _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
         _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
-        _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
-                 click.Choice(PREFILLS)),
     )  # fmt: skip
 
 
@@ -175,11 +176,8 @@ def _process_options() -> Callable[[F], F]:
         _setting("--prefill-step-size", "Most prompt tokens per prefill chunk; on CUDA four times "
                  "as many while nothing else waits.", positive),
         _setting("--prompt-cache-size", "Finished sequences kept as prefix cache.", count),
-        _setting("--prompt-cache-bytes", "Most memory for the prefix cache, per model.", count),
         _setting("--prompt-cache-file", "Keep the target's prefix cache here over restarts.",
                  metavar="FILE"),
-        _setting("--parse-special", "Read special tokens in the text of messages as such: whoever "
-                 "wrote it can end a turn.", is_flag=True),
         _setting("--log-level", "Log level of all processes (see `ssd logs`).",
                  click.Choice(get_args(LogLevel))),
     )  # fmt: skip
@@ -193,8 +191,6 @@ def http_options() -> Callable[[F], F]:
         _setting("--port", "0 takes a free one.", click.IntRange(0, 65535)),
         _setting("--api-key", "Key that clients must send. Other users can see arguments: "
                  "prefer SSD_API_KEY."),
-        _setting("--allowed-hosts", "Names besides loopback's that it answers to without a key, "
-                 "separated by commas."),
         _setting("--allowed-origins", "Web pages that may use it from a browser, "
                  "separated by commas; * is all."),
         _setting("--preset", "Sampling of requests that do not set it.", click.Choice(PRESETS)),
@@ -252,15 +248,11 @@ def sampling_options(*, measures: bool = False) -> Callable[[F], F]:
 
 def _speculation_options() -> Callable[[F], F]:
     d = Sampling()
-    share = click.FloatRange(0, 1, min_open=True)
     return _group(
         "Speculation",
         _flag("--acceptance", type=click.Choice(get_args(Acceptance)),
               default=d.acceptance, show_default=True,
               help="coupled: the tokens of plain decoding; rejection: their distribution."),
-        _flag("--draft-temp", type=click.FloatRange(0, 100),
-              help="Temperature of the drafter; changes speed only."),
-        _flag("--draft-top-p", type=share, help="Top-p of the drafter; changes speed only."),
         _flag("--saguaro-c", type=click.FloatRange(0, 1), metavar="C",
               default=d.saguaro, show_default=True,
               help="Rejection: the draft's weight for tokens prepared for; 1 is off."),

@@ -71,8 +71,6 @@ def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
         "top_k": options.pop("top_k"),
         "min_p": options.pop("min_p"),
         "acceptance": options.pop("acceptance"),
-        "draft_temperature": options.pop("draft_temp"),
-        "draft_top_p": options.pop("draft_top_p"),
         "saguaro": options.pop("saguaro_c"),
     }
     return SamplingChoice(

@@ -9,7 +9,6 @@ from protocol.process.files import remove_temporaries
 from protocol.settings import ChildSettings, ComputeUnits
 
 Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
-COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 StateWrite = Literal["slice", "onehot"]
 Route = Literal["tree", "decode", "prefill"]
 """Functions that process a compared text. tree: the prompt in chunks, the answer in calls of

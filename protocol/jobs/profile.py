@@ -1,4 +1,4 @@
-"""Requests of `ssd bench --profile` and `--overlap` to a profiler, one JSON object a line.
+"""Requests of `ssd bench --only profile` and `overlap` to a profiler, one JSON object a line.
 
 A profiler loads one model, the target or the drafter, in the way of its service, and times it.
 """

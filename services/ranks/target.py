@@ -67,7 +67,7 @@ def _mirror(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetMod
 
 def _refuse_what_needs_the_whole_model(settings: VerifierSettings) -> None:
     for given, flag in (
-        (settings.prefill != "mlx", "--prefill"),
+        (settings.prefill != "mlx", "prefill"),
         (settings.prompt_cache_file, "--prompt-cache-file"),
         (settings.adapter, "--adapter-path"),
     ):

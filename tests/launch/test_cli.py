@@ -52,7 +52,6 @@ def complains(done: subprocess.CompletedProcess[bytes], code: int, *words: str) 
         (["hello", "--draft-backend", "magic"], ["magic"]),
         (["hello", "--acceptance", "lenient"], ["lenient"]),
         (["hello", "--temp", "1", "--saguaro-c", "0.4"], ["rejection rule"]),
-        (["hello", "--draft-temp", "0.5"], ["temperature above 0"]),
         ([""], ["the prompt is empty"]),
         ([], ["exactly one of"]),
         (["hello", "--prompt", "again"], ["exactly one of"]),

@@ -120,7 +120,7 @@ def test_conversions_beside_the_models_are_listed(
     shutil.copytree(converted_folder("llama"), default_conversion_dir(folder))
     found = examined(model=str(folder))
     assert f"{default_conversion_dir(folder)}: 3 layers" in found["converted"].text
-    assert "--prefill coreml" in found["converted"].text
+    assert "--set prefill=coreml" in found["converted"].text
     (default_conversion_dir(folder) / "coreml.json").write_text("{}")
     found = examined(model=str(folder))
     assert (found["healthy"], found["converted"].level) == (True, "note")

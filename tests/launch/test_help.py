@@ -100,10 +100,10 @@ def test_bash_completes(tmp_path: Path) -> None:
         }}
         offer ssd mod
         offer ssd models re
-        offer ssd top --int
+        offer ssd top --on
         offer ssd generate --mode s
     """
     done = subprocess.run(
         [bash, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout.splitlines() == ["models", "recommend", "--interval", "sd ssd"], done.stderr
+    assert done.stdout.splitlines() == ["models", "recommend", "--once", "sd ssd"], done.stderr

@@ -274,7 +274,7 @@ def test_a_drafter_that_is_not_there(run_dir: Path, pair: list[str]) -> None:
 @pytest.mark.processes
 def test_only_the_overlap(run_dir: Path, pair: list[str]) -> None:
     """No runs, no verdict."""
-    done = ssd("bench", *pair, "--overlap")
+    done = ssd("bench", *pair, "--only", "overlap")
     assert done.returncode == 0, done.stderr.decode()
     assert "together" in done.stdout.decode()
     assert "tok/s" not in done.stdout.decode()

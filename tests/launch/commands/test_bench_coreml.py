@@ -1,4 +1,4 @@
-"""`ssd bench --coreml`: what a converted model's decoding and prefill take, and on what."""
+"""`ssd bench --only coreml`: what a converted model's decoding and prefill take, and on what."""
 
 import re
 import shutil
@@ -38,7 +38,8 @@ def test_speeds_are_per_token() -> None:
 
 def test_a_pair_that_is_not_converted_is_refused() -> None:
     """With the command that converts."""
-    options = ["--coreml", "--model", str(source_folder("llama")), "--draft-backend", "ngram"]
+    options = ["--only", "coreml", "--model", str(source_folder("llama"))]
+    options += ["--draft-backend", "ngram"]
     done = CliRunner().invoke(bench.command, options)
     assert isinstance(done.exception, UsageError)
     assert "ssd convert" in str(done.exception)
@@ -50,7 +51,16 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     model = shutil.copytree(source_folder("llama"), tmp_path / "tiny")
     shutil.copytree(converted_folder("llama"), tmp_path / "tiny-coreml")
     out = tmp_path / "found.json"
-    options = ["--coreml", "--model", str(model), "--draft-backend", "ngram", "--json", str(out)]
+    options = [
+        "--only",
+        "coreml",
+        "--model",
+        str(model),
+        "--draft-backend",
+        "ngram",
+        "--json",
+        str(out),
+    ]
     done = CliRunner().invoke(bench.command, options)
     assert done.exception is None, done.exception
     found = msgspec.json.decode(out.read_bytes(), type=list[ProbeResult])

@@ -53,7 +53,7 @@ def test_their_values_act_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "session", stop)
     monkeypatch.setattr(generate, "_answer_options", note)
     words = ["-p", "hi", "--ignore-chat-template", "--prefill-response", "So", "--seed", "-1"]
-    more = ["--chat-template-config", '{"a": 1}', "--verbose", "False", "--trust-remote-code"]
+    more = ["--chat-template-config", '{"a": 1}', "--verbose", "False"]
     filters = ["--top-p", "0", "--min-p", "1", "--repetition-penalty", "0", "--temp", "2"]
     CliRunner().invoke(generate.command, [*words, *more, *filters])
     [((choice, options), details)] = asked

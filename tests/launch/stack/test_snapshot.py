@@ -239,8 +239,7 @@ def test_a_request_is_seen_while_it_runs(stack: RunningStack) -> None:
 @processes
 def test_on_a_terminal(stack: RunningStack) -> None:
     """It draws and draws again, q ends it, and the terminal is as it was."""
-    command = [sys.executable, "-m", "launch.cli", "top", "--interval", "0.1"]
-    with terminal([*command, "--name", name_of(stack)]) as screen:
+    with terminal([sys.executable, "-m", "launch.cli", "top", "--name", name_of(stack)]) as screen:
         screen.wait_for("\x1b[?1049h", "verifier", str(stack.pid("verifier")), "planner")
         screen.wait_for("verifier", "drafter")
         screen.type("x")

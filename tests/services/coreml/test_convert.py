@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from launch.models.coreml_models import default_conversion_dir, find_converted, 
 from launch.stack.child import Lifeline
 from launch.workers.worker import JsonWorker
 from protocol.errors import ModelError, UsageError
-from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEvent
+from protocol.jobs.convert import ROUTES, Compression, ConvertEvent
 from services.coreml.architecture import read_architecture
 from services.coreml.convert.compression import _centres, pack
 from services.coreml.convert.source import Source
@@ -96,7 +96,7 @@ def test_compressed_matrices_stay_near(compression: Compression, error: float) -
     assert errors.mean() > 0.1 * error
 
 
-@pytest.mark.parametrize("compression", [kind for kind in COMPRESSIONS if kind != "none"])
+@pytest.mark.parametrize("compression", [kind for kind in get_args(Compression) if kind != "none"])
 def test_the_package_decodes_to_the_packed_weights(compression: Compression) -> None:
     """What the saved file holds, decompressed as CoreML would, is the matrix that was packed."""
     folder = converted_folder("llama", layers=1, options=(("compression", compression),))
@@ -273,7 +273,7 @@ def test_below_the_threshold_nothing_is_written(tmp_path: Path) -> None:
     """Exit code 6, and what a former conversion wrote stays."""
     out = tmp_path / "made"
     done = run_verb(
-        "--model", source_folder("llama"), "--out", out, "--compression", "palette4",
+        "--model", source_folder("llama"), "--out", out, "--set", "compression=palette4",
         "--set", "threshold=1.0",
     )  # fmt: skip
     assert done.returncode == 6, done.stderr

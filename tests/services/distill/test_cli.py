@@ -59,7 +59,7 @@ def test_interrupted_resumed_and_judged(target: Path, tmp_path: Path) -> None:
     endless = ("--target", target, "--out", out, *SMALL, "--set", "data_tokens=600")
     log = tmp_path / "log"
     with log.open("w") as stderr:
-        process = start(*endless, "--steps", "100000", stderr=stderr)
+        process = start(*endless, "--set", "steps=100000", stderr=stderr)
         try:
             eventually(lambda: "training 0%" in log.read_text(), "training has begun")
             process.send_signal(signal.SIGINT)
@@ -75,7 +75,7 @@ def test_interrupted_resumed_and_judged(target: Path, tmp_path: Path) -> None:
     assert steps > 0
     assert not (out / "model.safetensors").exists()
 
-    code, text, err = ssd_distill(*endless, "--steps", steps + 5, "--json")
+    code, text, err = ssd_distill(*endless, "--set", f"steps={steps + 5}", "--json")
     assert (code, json.loads(text)["complete"]) == (0, True), err
     assert json.loads((out / "distill.json").read_text())["steps"] == steps + 5
 
@@ -98,8 +98,8 @@ def test_prompts_of_ones_own(target: Path, tmp_path: Path) -> None:
     options = (
         "--set",
         "data_tokens=100000",
-        "--steps",
-        "3",
+        "--set",
+        "steps=3",
         "--prompts",
         prompts,
         "--set",
