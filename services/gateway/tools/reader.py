@@ -1,36 +1,45 @@
 """Extract tool calls from streamed text.
 
 A call is enclosed by the marks of the model's `ToolFormat`. Between <tool_call> and </tool_call> it
-is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers. Or the whole answer
-is one JSON object that names a tool (Llama 3), or a JSON code block holds such objects
-(Qwen2.5-Coder). Text that looks like a call but cannot be parsed stays text: nothing that the model
-wrote is lost.
+has a syntax of `syntax`; other marks have mlx-lm's parsers. Or calls stand in a code block
+(Qwen2.5-Coder), or as JSON at the beginning of the answer (Llama 3) or of a line. Each is given as
+soon as it is complete. Text that looks like a call but cannot be parsed stays text: nothing that
+the model wrote is lost.
 """
 
-import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from services.gateway.tools.calls import ParsedCall, ToolFunction, new_call_id
+from services.gateway.tools.calls import ParsedCall, ToolFunction
 from services.gateway.tools.formats import Parser, ToolFormat
+from services.gateway.tools.syntax import CallSyntax
 
 _log = logging.getLogger(__name__)
 
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_WHOLE_JSON = ("{", "<|python_tag|>")
-"""Starts of an answer that may be a single call."""
-_CODE = re.compile(r"```json\s*(?=[\[{])|```(?:j(?:s(?:o(?:n\s*)?)?)?)?\Z|`{1,2}\Z")
-"""The start of a code block that may hold calls; at the text's end, any prefix of it."""
-_CODE_END = "\n```"
-"""JSON strings contain no line break, so none contains this."""
-_JSON_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
-_JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
+_FENCE, _PYTHON_TAG = "```", "<|python_tag|>"
+_BETWEEN = " \t\r\n,;"
+"""What may stand between two calls."""
+_AFTER_LINE = re.compile(r"\n[ \t]*\Z")
 
 Found = str | ParsedCall
 """A piece of text, or a call."""
+
+
+@dataclass
+class _Place:
+    """Where a call may be: after a mark, the start of a code block, or of a line."""
+
+    start: str = ""
+    """The text that led here."""
+    end: str = ""
+    """What ends it; empty if nothing does."""
+    parse: Parser | None = None
+    marked: bool = False
+    """True after a model's own mark."""
+    called: bool = False
+    """True once it has held a call."""
 
 
 class ToolReader:
@@ -43,172 +52,139 @@ class ToolReader:
         *,
         bare_calls: bool = True,
     ) -> None:
-        """Start reading; `bare_calls`: an answer that is one JSON object may be a call."""
-        self._functions = {function.name: function for function in functions}
+        """Start reading; `bare_calls`: JSON without marks may be a call."""
+        self._syntax = CallSyntax(functions)
         self._tools = [function.describe() for function in functions]
         self._form = form or ToolFormat()
-        self._held = ""
-        self._inside = False
-        self._start_mark = self._end_mark = ""
-        """Marks of the current call."""
-        self._begun = not bare_calls
-        """True once the answer's first visible characters are known."""
-        self._whole = False
-        """True if the answer may be one JSON object."""
+        self._bare = bare_calls
+        self._starts = re.compile(
+            rf"(?P<mark>{re.escape(self._form.start)})|(?P<fence>{_FENCE}[\w-]*[ \t]*\n?)"
+            rf"|(?P<tag>{re.escape(_PYTHON_TAG)})|(?P<line>\n[ \t]*(?=[\[{{]))"
+        )
+        self._held = self._new = ""
+        self._last = ""
+        """The last visible character that was given away."""
+        self._in_code = False
+        """True within a code block that is text."""
+        self._place: _Place | None = _Place() if bare_calls else None
+        self._ended = self._cut_off = False
 
     def push(self, text: str) -> list[Found]:
         """Return the text that certainly belongs to no call, and the completed calls."""
         self._held += text
-        if not self._begun and not self._begin():
-            return []
-        if self._whole:
-            return []
+        self._new = text
         found: list[Found] = []
-        while (step := self._inside_call() if self._inside else self._before_call()) is not None:
+        while (step := self._inside() if self._place else self._outside()) is not None:
             found += step
         return [part for part in found if part]
 
-    def _inside_call(self) -> list[Found] | None:
-        """Return the calls up to the end mark; None if it has not arrived."""
-        if not self._end_mark:
-            return None
-        text, separator, after = self._held.partition(self._end_mark)
-        if not separator:
-            return None
-        self._held, self._inside = after, False
-        return list(self._parse(text)) or [self._start_mark + text + separator]
-
-    def _before_call(self) -> list[Found] | None:
-        """Release the text before a start mark and enter the call; None until more text arrives."""
-        place = self._held.find(self._form.start)
-        code = _CODE.search(self._held)
-        if code is not None and not 0 <= place < code.start():
-            before, self._held = self._held[: code.start()], self._held[code.start() :]
-            if code[0] == self._held:  # the next text decides
-                return [before] if before else None
-            return [before, *self._enter(code[0], _CODE_END)]
-        if place >= 0:
-            before, self._held = self._held[:place], self._held[place:]
-            return [before, *self._enter(self._form.start, self._form.end)]
-        kept = overlap(self._held, self._form.start)
-        certain = len(self._held) - kept
-        before, self._held = self._held[:certain], self._held[certain:]
-        return [before] if before else None
-
-    def _enter(self, start: str, end: str) -> list[Found]:
-        """Enter a call, after its start mark."""
-        self._held = self._held[len(start) :]
-        self._start_mark, self._end_mark, self._inside = start, end, True
-        return []
-
     def end(self, *, cut_off: bool = False) -> list[Found]:
         """Return what was held back, once the text has ended; `cut_off`: by a limit."""
-        held, self._held = self._held, ""
-        if not self._inside and not self._whole:
-            return [held] if held else []
-        # A stop token may take the place of the end mark.
-        if calls := self._parse(held, whole=not self._inside):
-            return list(calls)
-        if cut_off and (call := self._read_partial(held)):
-            return [call]
-        return [(self._start_mark if self._inside else "") + held]
+        self._ended, self._cut_off = True, cut_off
+        return self.push("")
 
-    def _begin(self) -> bool:
-        """Decide if the answer may be one JSON object; False while that is open."""
-        start = self._held.lstrip()
-        if not start or any(mark.startswith(start) and mark != start for mark in _WHOLE_JSON):
-            return False
-        self._begun = True
-        self._whole = start.startswith(_WHOLE_JSON)
-        return True
+    def _outside(self) -> list[Found] | None:
+        """Release the text before the next place of a call, and enter it; None if that is all."""
+        match = self._starts.search(self._held)
+        if match is None:
+            return self._release(len(self._held) - (0 if self._ended else self._undecided()))
+        if match.start():
+            return self._release(match.start())
+        kind = match.lastgroup
+        if kind == "fence":
+            if match.end() == len(self._held) and not self._ended:
+                return None
+            if self._in_code:
+                self._in_code = False
+                return self._release(match.end())
+        elif kind != "mark" and not self._may_be_bare():
+            return self._release(match.end())
+        elif kind == "line":
+            self._place = _Place()
+            return self._release(match.end())
+        self._held = self._held[match.end() :]
+        end = {"mark": self._form.end, "fence": _FENCE}.get(kind or "", "")
+        marked = kind == "mark"
+        self._place = _Place(match[0], end, self._form.parse if marked else None, marked)
+        return []
 
-    def _parse(self, text: str, *, whole: bool = False) -> list[ParsedCall]:
-        """Parse the calls in this text; none unless all of it is calls of known tools."""
-        if whole:
-            text = text.lstrip().removeprefix("<|python_tag|>")
-        if not whole and self._end_mark == _CODE_END:
-            found = _read_code(text)
-        elif self._form.parse is not None and not whole:
-            start = self._form.start if self._form.has_inner_name else ""
-            found = self._run_parser(self._form.parse, start + text)
-        elif text.lstrip().startswith("{"):
-            found = _read_json(text)
-        else:
-            found = self._read_xml(text)
-        if not all(name in self._functions for name, _ in found):
-            return []
-        return [_make_call(name, arguments) for name, arguments in found]
+    def _may_be_bare(self) -> bool:
+        """Return True if a call without marks may follow: not within code or a JSON document."""
+        return self._bare and not self._in_code and self._last not in {"[", "{", ","}
 
-    def _run_parser(self, parse: Parser, text: str) -> list[tuple[str, Any]]:
+    def _undecided(self) -> int:
+        """Return how many of the last characters may begin the place of a call."""
+        line = _AFTER_LINE.search(self._held)
+        marks = (self._form.start, _FENCE, _PYTHON_TAG)
+        return max(len(line[0]) if line else 0, *(overlap(self._held, mark) for mark in marks))
+
+    def _release(self, length: int) -> list[Found] | None:
+        if not length:
+            return None
+        text, self._held = self._held[:length], self._held[length:]
+        self._last = text.rstrip()[-1:] or self._last
+        return [text]
+
+    def _inside(self) -> list[Found] | None:
+        """Return the next call, or leave its place; None until more text arrives."""
+        place = self._place
+        assert place is not None  # noqa: S101  # else `_outside` was called
+        body = self._held.lstrip(_BETWEEN if place.called else None)
+        if place.end and body.startswith(place.end):
+            lead = self._held[: len(self._held) - len(body)]
+            self._held = body[len(place.end) :]
+            self._place = None
+            return [] if place.called else [place.start + lead + place.end]
+        if not self._ended and place.end.startswith(body):
+            return None
+        if not body or not (place.parse or self._syntax.may_begin(body)):
+            return self._leave(place)
+        read = self._read(place, body)
+        if read is None and not self._ended:
+            return None
+        calls, length = read or ([], 0)
+        if not calls and self._cut_off and (partial := self._syntax.read_partial(body)):
+            calls, length = [partial], len(body)
+        if not calls:
+            return self._leave(place)
+        self._held, place.called = body[length:], True
+        return list(calls)
+
+    def _leave(self, place: _Place) -> list[Found]:
+        """Go on with text: what follows is no call."""
+        self._place = None
+        if place.called and not self._held.strip(_BETWEEN):
+            self._held = ""
+        self._in_code = place.end == _FENCE
+        self._last = place.start.rstrip()[-1:] or self._last
+        return [] if place.called else [place.start]
+
+    def _read(self, place: _Place, body: str) -> tuple[list[ParsedCall], int] | None:
+        """Return the calls at the beginning and their length; None if they are not complete."""
+        if not place.parse and body[0] in "[{":
+            if not self._ended and not {"]", "}", place.end[-1:]} & set(self._new):
+                return None
+            read = self._syntax.read_json(body, marked=place.marked, ended=self._ended)
+            if read is None or read[1]:
+                return read
+        inner, mark, _ = body.partition(place.end) if place.end else (body, "", "")
+        if not mark and not self._ended:
+            return None
+        if not place.parse:
+            return self._syntax.read_text(inner), len(inner)
+        start = self._form.start if self._form.has_inner_name else ""
+        return self._run_parser(place.parse, start + inner), len(inner)
+
+    def _run_parser(self, parse: Parser, text: str) -> list[ParsedCall]:
         try:
             parsed = parse(text, self._tools)
             calls = parsed if isinstance(parsed, list) else [parsed]
-            return [(str(call["name"]), call.get("arguments") or {}) for call in calls]
+            return self._syntax.make_calls(calls)
         # The parsers raise errors of any kind for a broken call, often with its text, which must
         # not be logged.
         except Exception as error:  # noqa: BLE001
             _log.info("a tool call cannot be parsed (%s)", type(error).__name__)
             return []
-
-    def _read_xml(self, text: str) -> list[tuple[str, Any]]:
-        function = _FUNCTION.search(text)
-        if function is None:
-            return []
-        name, body = function[1].strip(), function[2]
-        known = self._functions.get(name)
-        schema = (known.parameters or {}).get("properties", {}) if known else {}
-        pairs = ((found[1].strip(), found[2]) for found in _PARAMETER.finditer(body))
-        return [(name, {key: _read_value(text, schema.get(key, {})) for key, text in pairs})]
-
-    def _read_partial(self, text: str) -> ParsedCall | None:
-        """Return the JSON call that a limit cut off, if its name is complete."""
-        name = _JSON_NAME.search(text)
-        if name is None or name[1] not in self._functions:
-            return None
-        arguments = _JSON_ARGUMENTS.search(text)
-        partial = text[arguments.end() :].rstrip() if arguments else ""
-        return ParsedCall(name[1], partial, new_call_id(), complete=False)
-
-
-def _read_json(text: str) -> list[tuple[str, Any]]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return [(str(value.get("name")), arguments)]
-
-
-def _read_code(text: str) -> list[tuple[str, Any]]:
-    """Return the calls of a code block: consecutive objects, or lists of objects."""
-    decoder, calls, text = json.JSONDecoder(), [], text.removesuffix("```").strip()
-    while text:
-        try:
-            value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        calls += value if isinstance(value, list) else [value]
-        text = text[end:].lstrip()
-    found = []
-    for call in calls:
-        if not isinstance(call, dict) or not {"arguments", "parameters"} & call.keys():
-            return []
-        found.append((str(call.get("name")), call.get("arguments", call.get("parameters"))))
-    return found
-
-
-def _make_call(name: str, arguments: Any) -> ParsedCall:
-    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False), new_call_id())
-
-
-def _read_value(text: str, schema: Any) -> Any:
-    """Convert a value: XML has only text, and the schema tells its type."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def overlap(text: str, mark: str) -> int:

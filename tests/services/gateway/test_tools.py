@@ -48,6 +48,8 @@ OTHER_CODE = (
     '```python\nx = {}\n```\nthen ```json\n{"name": "find"}\n``` or ```js\n{}\n```\n'
     "```json\n[1, 2]\n```"
 )
+MORE_PYTHON = "```python\nx = 1\nfind(what=x)\n```"
+IN_DOCUMENT = f'{{"calls": [\n{CODED},\n{CODED}\n]}}'
 FOUND = {"what": "a < b", "many": 2}
 DEEP = f'<tool_call>{{"name": "stop", "arguments": {"[" * 100_000}</tool_call>'
 CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
@@ -67,6 +69,43 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         [("stop", {"a": "```"})],
     ),
     "code, other": (OTHER_CODE, OTHER_CODE, []),
+    "code, then text": (f"```json\n{CODED}\nSo.\n```", "\nSo.\n```", [("find", FOUND)]),
+    "code, no language": (f"```\n{CODED}```", "", [("find", FOUND)]),
+    "code, python": (
+        "```python\nfind('a < b', many=2)\nstop()\n```",
+        "",
+        [("find", FOUND), ("stop", {})],
+    ),
+    "code, python with more": (MORE_PYTHON, MORE_PYTHON, []),
+    "python": ("find(what='a < b', many=2)", "", [("find", FOUND)]),
+    "doubled braces": (f"<tool_call>\n{{{CODED}}}\n</tool_call>", "", [("find", FOUND)]),
+    "doubled braces, bare": ('{{"name": "stop", "arguments": null}}', "", [("stop", {})]),
+    "half doubled": ('{{"name": "stop", "arguments": {}}', "", [("stop", {})]),
+    "arguments in a string": (
+        '<tool_call>{"name": "find", "arguments": "{\\"many\\": 2}"}</tool_call>',
+        "",
+        [("find", {"many": 2})],
+    ),
+    "single quotes": (
+        '```json\n{"name": "find", "arguments": {"many": null, "what": \'a "b" c\'}}\n```',
+        "",
+        [("find", {"many": None, "what": 'a "b" c'})],
+    ),
+    "two between marks": (
+        f"<tool_call>\n{CODED}\n{CODED}\n</tool_call>",
+        "",
+        [("find", FOUND)] * 2,
+    ),
+    "line break in a string": (
+        '{"name": "find", "arguments": {"what": "a\nb"}}',
+        "",
+        [("find", {"what": "a\nb"})],
+    ),
+    "on a line": (f"I look:\n\n{CODED}\nDone", "I look:\n\n\nDone", [("find", FOUND)]),
+    "on lines": (f"{CODED}\n{CODED}", "", [("find", FOUND)] * 2),
+    "in a document": (IN_DOCUMENT, IN_DOCUMENT, []),
+    "in code": (f"```text\nsee\n{CODED}\n```", f"```text\nsee\n{CODED}\n```", []),
+    "other name": ('{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
     "llama": ('{"name": "stop", "parameters": {}}', "", [("stop", {})]),
     "json": ('{"colour": "red"}', '{"colour": "red"}', []),
     "unknown": (
