@@ -90,21 +90,23 @@ class ToolReader:
             return self._release(len(self._held) - (0 if self._ended else self._undecided()))
         if match.start():
             return self._release(match.start())
-        kind = match.lastgroup
-        if kind == "fence":
-            if match.end() == len(self._held) and not self._ended:
-                return None
-            if self._in_code:
-                self._in_code = False
-                return self._release(match.end())
-        elif kind != "mark" and not self._may_be_bare():
+        if match.lastgroup == "fence" and match.end() == len(self._held) and not self._ended:
+            return None
+        return self._enter(match)
+
+    def _enter(self, match: re.Match[str]) -> list[Found] | None:
+        """Enter the place at the beginning, or release what marks it as text."""
+        kind, marked = match.lastgroup or "", match.lastgroup == "mark"
+        if self._in_code and kind == "fence":
+            self._in_code = False
             return self._release(match.end())
-        elif kind == "line":
+        if kind in {"tag", "line"} and not self._may_be_bare():
+            return self._release(match.end())
+        if kind == "line":
             self._place = _Place()
             return self._release(match.end())
         self._held = self._held[match.end() :]
-        end = {"mark": self._form.end, "fence": _FENCE}.get(kind or "", "")
-        marked = kind == "mark"
+        end = {"mark": self._form.end, "fence": _FENCE}.get(kind, "")
         self._place = _Place(match[0], end, self._form.parse if marked else None, marked)
         return []
 
