@@ -87,7 +87,7 @@ class ToolReader:
         """Release the text before the next place of a call, and enter it; None if that is all."""
         match = self._starts.search(self._held)
         if match is None:
-            return self._release(len(self._held) - (0 if self._ended else self._undecided()))
+            return self._release(len(self._held) - (0 if self._ended else self._count_open()))
         if match.start():
             return self._release(match.start())
         if match.lastgroup == "fence" and match.end() == len(self._held) and not self._ended:
@@ -114,7 +114,7 @@ class ToolReader:
         """Return True if a call without marks may follow: not within code or a JSON document."""
         return self._bare and not self._in_code and self._last not in {"[", "{", ","}
 
-    def _undecided(self) -> int:
+    def _count_open(self) -> int:
         """Return how many of the last characters may begin the place of a call."""
         line = _AFTER_LINE.search(self._held)
         marks = (self._form.start, _FENCE, _PYTHON_TAG)
