@@ -12,7 +12,7 @@ import psutil
 from launch.bench.bandwidth import describe_ceiling, read_weight_bytes
 from launch.models.coreml_models import conversion_in, find_converted, is_converted
 from launch.models.pair import Pair, pair_of
-from launch.models.weights import Weights, weights_of
+from launch.models.weights import Weights, stays_packed, weights_of
 from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
@@ -163,7 +163,7 @@ def _cores() -> list[int]:
 def _examine_machine(survey: HardwareReport) -> list[Finding]:
     findings = [Finding("ok", "device", f"MLX {survey.mlx} computes on {_device(survey)}")]
     if survey.device == "cpu":
-        slow = "small_gemm" not in survey.matrix_kernels and sys.platform == "linux"
+        slow = "CPU kernels" not in survey.matrix_kernels and sys.platform == "linux"
         advice = "; install the extra 'cpu' and a C compiler" if slow else ""
         text = f"matrix products by {survey.matrix_kernels}{advice}"
         findings.append(Finding("note" if slow else "ok", "kernels", text))
@@ -226,8 +226,6 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
 def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
     """Report the rate of reading weights, and its meaning for the target."""
     text = describe_ceiling(read_weight_bytes(pair.model, survey.device), survey.read_bytes_s)
-    if text and "small_gemm" in survey.matrix_kernels:
-        text += " as floats; what was published in fewer bits is read in as few"
     return [Finding("ok", "reading", text)] if text else []
 
 
@@ -250,7 +248,13 @@ def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
         return conversion.text, Needs(conversion.weight_bytes, conversion.state_bytes)
     size = weights_of(folder)
     kv = size.kv_bytes_on(survey.device) * _EXAMPLE_TOKENS
-    return _describe(folder, size), Needs(size.bytes_on(survey.device), kv)
+    text = _describe(folder, size)
+    if survey.device == "cpu":
+        packed = "CPU kernels" in survey.matrix_kernels and stays_packed(size.architecture)
+        text += (
+            f", {'in the bits of its file by our CPU kernels' if packed else 'in float32 by MLX'}"
+        )
+    return text, Needs(size.bytes_on(survey.device), kv)
 
 
 def _check_layers(pair: Pair) -> Finding:

@@ -27,10 +27,8 @@ KERNELS = tuple(
         "batching/test_traced_table.py",
         "drafter/backends/test_mlx_rows.py",
         "mlx/cuda",
-        "mlx/few_rows",
         "mlx/metal",
         "mlx/test_blas.py",
-        "mlx/test_exact_copies.py",
         "mlx/tracing",
     )
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from protocol.errors import ModelError
 from protocol.safetensors import read_header
 
-_PACKED_ON_CPU = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_PACKED_ON_CPU = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Architectures whose weights stay packed on a CPU (`services.kernels.cpu.equip`)."""
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -37,12 +37,13 @@ class Weights(NamedTuple):
 
 
 def bytes_on_cpu(architecture: str, parameters: int, stored: int) -> int:
-    """Return the stored size, or that of float32 (`services.mlx.loader`) and copies
-    (`services.mlx.exact_copies`).
-    """
-    if architecture in _PACKED_ON_CPU:
-        return stored
-    return 4 * parameters + min(2 * parameters, stored)
+    """Return the stored size, or that of float32 (`services.mlx.loader`)."""
+    return stored if stays_packed(architecture) else 4 * parameters
+
+
+def stays_packed(architecture: str) -> bool:
+    """Return True if the CPU kernels compute models of this architecture."""
+    return architecture in _PACKED_ON_CPU
 
 
 def weights_of(folder: Path) -> Weights:

@@ -28,10 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def most_rows() -> int:
-    """Return the most tokens of a shared pass.
-
-    On a CPU the kernel for few rows ends here (`mlx.blas`).
-    """
+    """Return the most tokens of a shared pass."""
     return 16 if compute_unit() == "cpu" else 64
 
 

@@ -32,7 +32,6 @@ from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
 from services.mlx.cuda import attention as cuda_attention
 from services.mlx.cuda.kv_rows import wait_for
-from services.mlx.few_rows import attention as few_rows_attention
 from services.mlx.loader import compute_unit
 from services.mlx.metal import choice
 from services.mlx.rope import allow_branches, has_rope
@@ -150,7 +149,6 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
 
 
 _KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
-    "cpu": (few_rows_attention.attend,),
     "cuda": (cuda_attention.attend, cuda_attention.attend_many),
     "metal": (choice.attend,),
 }
@@ -198,11 +196,9 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
 
     Without a cache this may be a training step, which needs gradients.
     """
-    unit = compute_unit()
     plain = sinks is None and not hasattr(cache, "bits")
-    in_graph = unit == "cpu" and getattr(cache, "is_traced", False)
-    if plain and cache is not None and not in_graph:
-        for kernel in _KERNELS.get(unit, ()):
+    if plain and cache is not None:
+        for kernel in _KERNELS.get(compute_unit(), ()):
             own = kernel(queries, keys, values, scale, mask)
             if own is not None:
                 return own

@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from protocol.errors import OutOfMemory
+from services.kernels.cpu.decoder import kernel_of
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
-from services.mlx.blas import cpu_kernels
 from services.mlx.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
@@ -76,7 +76,7 @@ class PassMemory:
         self._row_bytes = _count_row(model)
         if logits:
             self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
-        served = compute_unit() != "cpu" or cpu_kernels() is not None
+        served = compute_unit() != "cpu" or kernel_of(model) is not None
         on_cuda = compute_unit() == "cuda"
         self._held_per_row = kv.passes.held_per_row if on_cuda else 0
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0

@@ -15,7 +15,7 @@ from services.mlx.blas import cpu_kernels
 
 
 class ResidentSlots:
-    """The buffers of all layers of one sequence, for the kernels of `mlx/cpu/pass.c`.
+    """The buffers of all layers of one sequence, for `services/kernels/cpu/c/pass.h`.
 
     Args:
         caches: of all layers; their buffers are replaced by new ones.

@@ -13,7 +13,7 @@ from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
-from services.mlx.few_rows.best import find_best
+from services.kernels.cpu.best import find_best
 
 SAMPLED_WIDTH = 64
 """Candidates per row when sampling with noise: the best by logit are rarely the best by score.

@@ -50,7 +50,7 @@ def _matrix_kernels() -> str:
     return " and ".join(names) or "MLX's reference BLAS (slow)"
 
 
-_LIBRARIES = {"small_gemm": "libssd_cpu_kernels", "MKL": "libmkl_rt"}
+_LIBRARIES = {"CPU kernels": "libssd_cpu_kernels", "MKL": "libmkl_rt"}
 
 
 def _coreml_units() -> list[str]:

@@ -65,7 +65,7 @@ def _identify(
     verifier: "Verifier",
     pass_times: PassTimes,
 ) -> Identity:
-    from services.mlx.exact_copies import count_read_bytes  # noqa: PLC0415
+    from services.kernels.cpu.equip import count_read_bytes  # noqa: PLC0415
 
     model, ranks = opened.model, opened.ranks
     kv = verifier.kv_tokens(settings.kv_bytes)

@@ -15,7 +15,6 @@ from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.cuda.attention import attend_table
 from services.mlx.cuda.equip import equip_for_cuda
-from services.mlx.exact_copies import add_exact_copies
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
@@ -82,7 +81,6 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
     if on_cpu and kernel_of(module) is None and (is_part or not equip(module)):
         use_tables(module)
-        add_exact_copies(module)
     if bucketed:
         equip_for_cuda(module)
     states = (

@@ -31,7 +31,7 @@ from tests.support.tiny_models import write_tiny_model
 
 SURVEY = HardwareReport(
     mlx="0.0", device="cpu", device_name="a chip", device_memory_bytes=0, devices=1,
-    matrix_kernels="small_gemm and MKL", coreml="",
+    matrix_kernels="CPU kernels and MKL", coreml="",
 )  # fmt: skip
 
 

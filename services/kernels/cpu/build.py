@@ -36,12 +36,11 @@ def sources() -> list[Path]:
     return sorted(_HOME.rglob("*.[ch]"))
 
 
-def compile_library(library: Path, others: Sequence[Path]) -> None:
+def compile_library(library: Path) -> None:
     """Compile beside the library's place and move it there, as another process may do the same.
 
     Args:
         library: the file to make.
-        others: sources and headers that are to be in the library, too.
 
     Raises:
         OSError, SubprocessError: there is no compiler, or it fails.
@@ -49,10 +48,8 @@ def compile_library(library: Path, others: Sequence[Path]) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler `cc`")
-    folders = sorted({f"-I{path.parent}" for path in others} | {f"-I{_HOME}"})
-    common = [path for path in (*sources(), *others) if path.suffix == ".c"]
-    common = [path for path in common if path.name != "kernels.c"]
-    base = [compiler, *_FLAGS, *folders]
+    common = [path for path in _HOME.glob("*.c") if path.name != "kernels.c"]
+    base = [compiler, *_FLAGS, f"-I{_HOME}"]
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         folder = Path(name)
         commands = [

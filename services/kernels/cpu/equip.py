@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from services.kernels.cpu.decoder import DecoderKernel, use_decoder
 from services.kernels.cpu.families import (
@@ -77,6 +77,12 @@ def count_packed_bytes(model: nn.Module) -> int:
     tables = [layer for layer in layers if isinstance(layer, PackedEmbedding)]
     heads = 0 if "lm_head" in model else sum(table.head.nbytes for table in tables)
     return int(sum(part.nbytes for layer in linears for part in layer.parts) + heads)
+
+
+def count_read_bytes(model: nn.Module) -> int:
+    """Return the bytes of weights that a pass over few tokens reads."""
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in arrays) + count_packed_bytes(model)
 
 
 def _to_float32(array: mx.array) -> mx.array:

@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from services.kernels.cpu.packing import MlxWeights, pack
+from services.kernels.cpu.program import find_program, multiply
 from services.mlx import blas
 from tests.support.reference import for_the_cpu
 from tests.support.stack import DEADLINE_S
@@ -111,10 +113,12 @@ def test_a_core_is_given_back_between_two_parts(lent: ctypes.c_int) -> None:
 
 def test_products_are_the_same_bits_while_a_core_comes_and_goes(lent: ctypes.c_int) -> None:
     """Of few rows and of many."""
-    keys = mx.random.split(mx.random.key(5), 3)
-    weight = mx.random.normal((3000, 200), key=keys[0])
-    rows = [mx.random.normal((count, 200), key=keys[1]) for count in (1, 4, 40)]
-    expected = [np.array(each @ weight.T) for each in rows]
+    program = find_program()
+    assert program is not None
+    random = np.random.default_rng(5)
+    weight = pack(MlxWeights(mx.array(random.normal(size=(3000, 200)).astype(np.float32))))
+    rows = [random.normal(size=(count, 200)).astype(np.float32) for count in (1, 4, 40)]
+    expected = [multiply(program, weight, each, rounds=False) for each in rows]
     stop = threading.Event()
 
     def change() -> None:
@@ -128,7 +132,8 @@ def test_products_are_the_same_bits_while_a_core_comes_and_goes(lent: ctypes.c_i
     try:
         for _ in range(60):
             for each, product in zip(rows, expected, strict=True):
-                np.testing.assert_array_equal(np.array(each @ weight.T), product)
+                found = multiply(program, weight, each, rounds=False)
+                np.testing.assert_array_equal(found, product)
     finally:
         stop.set()
         changing.join()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.decoding import sampler
 from protocol.messages import OpenSequence, Sampling, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
-from services.mlx.few_rows.choice import choose_tokens
+from services.kernels.cpu.choice import choose_tokens
 from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of

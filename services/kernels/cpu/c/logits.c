@@ -1,5 +1,5 @@
-/* See rows.h. */
-#include "rows.h"
+/* See logits.h. */
+#include "logits.h"
 
 #include <math.h>
 

@@ -1,4 +1,4 @@
-"""The target's choice of tokens on the CPU, by `cpu/choose.c`."""
+"""The target's choice of tokens on the CPU, by `c/choose.c`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.mlx.blas import cpu_kernels
 
 
 class _Rule(ctypes.Structure):
-    """`struct rule` of `cpu/choose.c`."""
+    """`struct rule` of `c/choose.c`."""
 
     _fields_ = (
         ("top_k", ctypes.c_int),

@@ -1,4 +1,4 @@
-"""The top few of each row of logits on the CPU, by `cpu/best.c`."""
+"""The top few of each row of logits on the CPU, by `c/best.c`."""
 
 import ctypes
 from typing import Any, NamedTuple

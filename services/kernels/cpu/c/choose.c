@@ -9,7 +9,7 @@
 #include <stdlib.h>
 
 #include "exponential.h"
-#include "rows.h"
+#include "logits.h"
 #include "scratch.h"
 #include "simd.h"
 

@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "rows.h"
+#include "logits.h"
 #include "simd.h"
 
 #define SIMD AVX2

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from protocol.errors import NotNumbers
-from services.mlx.few_rows.best import find_best
+from services.kernels.cpu.best import find_best
 from services.sampling import candidates
 from services.sampling.candidates import best_of
 from tests.support.reference import for_the_cpu

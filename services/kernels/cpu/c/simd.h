@@ -1,4 +1,4 @@
-/* Eight floats at once, and what they are multiplied with. */
+/* Eight floats at once. */
 #ifndef SSD_SIMD_H
 #define SSD_SIMD_H
 
@@ -8,13 +8,8 @@ typedef int eight_ints __attribute__((vector_size(32), aligned(4), may_alias));
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,fma")))
-#define AVX512 __attribute__((target("avx512f,avx2,fma")))
-/* a * b + c, rounded once. Left to the compiler, it might do so in one tile and not in the next,
- * and a row would have other bits in other company. */
-#define FMA_8(a, b, c) ((eight)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #else
 #define AVX2
-#define FMA_8(a, b, c) ((a) * (b) + (c))
 #endif
 
 /* Whether a comparison holds in any lane. */

@@ -1,6 +1,6 @@
 /* What is to be known of a row of logits. */
-#ifndef SSD_ROWS_H
-#define SSD_ROWS_H
+#ifndef SSD_LOGITS_H
+#define SSD_LOGITS_H
 
 /* The first of the largest, and how large it is: NaN if any logit is. */
 int largest_of_row(int count, const float *row, float *largest);

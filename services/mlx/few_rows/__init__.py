@@ -1,1 +1,0 @@
-"""Passes over few rows on a CPU, by our own kernels (`services/mlx/cpu`)."""
