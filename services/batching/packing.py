@@ -24,6 +24,7 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
 from services.batching.slot_table import SlotTable
 from services.batching.table_cache import TableKV
+from services.kernels.cpu import attention as cpu_attention
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.packed import PackedKV
@@ -149,6 +150,7 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
 
 
 _KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
+    "cpu": (cpu_attention.attend,),
     "cuda": (cuda_attention.attend, cuda_attention.attend_many),
     "metal": (choice.attend,),
 }
@@ -196,9 +198,11 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
 
     Without a cache this may be a training step, which needs gradients.
     """
+    unit = compute_unit()
     plain = sinks is None and not hasattr(cache, "bits")
-    if plain and cache is not None:
-        for kernel in _KERNELS.get(compute_unit(), ()):
+    in_graph = unit == "cpu" and getattr(cache, "is_traced", False)
+    if plain and cache is not None and not in_graph:
+        for kernel in _KERNELS.get(unit, ()):
             own = kernel(queries, keys, values, scale, mask)
             if own is not None:
                 return own

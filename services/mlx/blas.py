@@ -40,11 +40,16 @@ def load_blas(threads: int) -> None:
         return
     _Loaded.done = True
     mkl = max(Path(sys.prefix, "lib").glob("libmkl_rt.so*"), default=None)
+    # MLX's products resolve to the library that is loaded first: ours, which calls MKL's.
+    kernels = _Loaded.kernels = _load_kernels(
+        ctypes.RTLD_LOCAL if mkl is None else ctypes.RTLD_GLOBAL
+    )
     if mkl is not None:
-        # MLX's products resolve to the library that is loaded first.
-        ctypes.CDLL(str(mkl), mode=ctypes.RTLD_GLOBAL).MKL_Set_Num_Threads(threads)
-    _Loaded.kernels = _load_kernels()
-    if _Loaded.kernels is not None:
+        blas = ctypes.CDLL(str(mkl), mode=ctypes.RTLD_GLOBAL)
+        blas.MKL_Set_Num_Threads(threads)
+        if kernels is not None:
+            kernels.cpu_use_sgemm(ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p))
+    if kernels is not None:
         _Loaded.cores = tuple(sorted(os.sched_getaffinity(0))[1:threads])
         use_spare_cores(())
 
@@ -75,7 +80,7 @@ def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> i
     return count
 
 
-def _load_kernels() -> ctypes.CDLL | None:
+def _load_kernels(mode: int) -> ctypes.CDLL | None:
     """Load the compiled kernels; None where they are unavailable, which costs speed and memory."""
     program = [*sources(), Path(build.__file__)]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in program)).hexdigest()
@@ -83,7 +88,7 @@ def _load_kernels() -> ctypes.CDLL | None:
     try:
         if not library.exists():
             compile_library(library)
-        return ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(library), mode=mode)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("models are computed by MLX, in floats: no CPU kernels (%s)", error)
         return None

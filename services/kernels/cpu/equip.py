@@ -82,7 +82,7 @@ def count_packed_bytes(model: nn.Module) -> int:
 def count_read_bytes(model: nn.Module) -> int:
     """Return the bytes of weights that a pass over few tokens reads."""
     arrays: Any = tree_flatten(model.parameters())
-    return sum(array.nbytes for _, array in arrays) + count_packed_bytes(model)
+    return int(sum(array.nbytes for _, array in arrays) + count_packed_bytes(model))
 
 
 def _to_float32(array: mx.array) -> mx.array:

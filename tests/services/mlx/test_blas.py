@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from services.mlx import blas
@@ -34,7 +36,7 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
 
     monkeypatch.setattr(blas, "compile_library", fail)
     monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
-    assert blas._load_kernels() is None
+    assert blas._load_kernels(0) is None
     assert "no CPU kernels" in caplog.text
 
 
@@ -49,3 +51,12 @@ def test_a_process_loads_them_once() -> None:
     """A second caller, with other threads in mind, changes nothing (conftest asked for one)."""
     blas.load_blas(threads=2)
     assert blas._Loaded.cores == ()
+
+
+def test_a_row_of_mlxs_products_has_the_same_bits_in_any_company() -> None:
+    """Up to sixteen rows, as of a verification."""
+    x, weight = mx.random.normal((16, 77)), mx.random.normal((1000, 77))
+    alone = np.concatenate([np.array(x[row : row + 1] @ weight.T) for row in range(16)])
+    for rows in (2, 4, 9, 16):
+        np.testing.assert_array_equal(np.array(x[:rows] @ weight.T), alone[:rows])
+    np.testing.assert_allclose(alone, np.array(x) @ np.array(weight).T, rtol=1e-4, atol=1e-4)

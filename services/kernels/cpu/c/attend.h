@@ -231,3 +231,13 @@ static void attend_number(const void *context, int number)
         number -= part->per_head * part->decoder->kv_heads;
     attend_part(part, number);
 }
+
+/* A sequence's attention in a model whose passes are not ours; `shape` has its heads and scale. */
+static void attend(const struct decoder *shape, const struct sequence *own, const float *q, float *out)
+{
+    const struct block block = {.window = 0};
+    struct attention part = {.decoder = shape, .sequence = own, .block = &block,
+                             .per_head = parts_of_a_head(shape, own), .q = q, .out = out};
+    struct attention_jobs jobs = {&part, part.per_head * shape->kv_heads};
+    share_parts(attend_number, &jobs, jobs.count);
+}

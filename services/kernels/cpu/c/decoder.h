@@ -64,6 +64,8 @@ struct kernels {
     void (*multiply)(const struct matrix *, int rows, const float *x, int rounds, float *y);
     /* Row `row` of a weight, as floats. */
     void (*read_row)(const struct matrix *, int row, float *to);
+    /* out [rows, heads, size] of q, for the first block of a sequence */
+    void (*attend)(const struct decoder *, const struct sequence *, const float *q, float *out);
 };
 
 #endif

@@ -72,6 +72,12 @@ void cpu_read_rows(const struct kernels *kernels, const struct matrix *m, int co
         kernels->read_row(m, rows[i], to + (size_t)i * m->inputs);
 }
 
+void cpu_attend(const struct kernels *kernels, const struct decoder *shape, const struct sequence *own,
+                const float *q, float *out)
+{
+    kernels->attend(shape, own, q, out);
+}
+
 /* In each of `arrays` [heads, any slots, size]: the slots listed, in rising order, to those from
  * `to` on, which are not behind them. */
 void cpu_move_slots(int arrays, float *const *memory, int heads, long head, int size, int count,

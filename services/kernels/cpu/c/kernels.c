@@ -16,4 +16,4 @@
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-const struct kernels JOIN(kernels_, ISA) = {TEXT(ISA), run_pass, multiply, read_row};
+const struct kernels JOIN(kernels_, ISA) = {TEXT(ISA), run_pass, multiply, read_row, attend};
