@@ -1,16 +1,16 @@
-// What kernels for CUDA take from the device, on the host: a thread for each of theirs. Test only.
+// What kernels for CUDA take from the device, on the host: a fiber for each of their threads. Test only.
 // WARPS of a block is defined before.
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include "../fibers.h"
 
 constexpr int LANES = 32, THREADS = WARPS * LANES;
 
@@ -29,22 +29,21 @@ void sincosf(float angle, float* sine, float* cosine) {
 #endif
 float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 
-struct Index { int x; };
-thread_local Index threadIdx;
-std::barrier<> block(THREADS);
-std::unique_ptr<std::barrier<>> warps[WARPS];
+struct Index {
+  struct X {
+    operator int() const { return host::current->index; }
+  } x;
+} threadIdx;
 
-void __syncthreads() { block.arrive_and_wait(); }
+void __syncthreads() { host::all.wait(); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int lane) {
-  static T exchanged[THREADS];
-  auto& warp = *warps[threadIdx.x / LANES];
-  exchanged[threadIdx.x] = value;
-  warp.arrive_and_wait();
-  const T other = exchanged[threadIdx.x ^ lane];
-  warp.arrive_and_wait();
-  return other;
+  static T exchanged[2][THREADS];
+  auto& place = exchanged[host::exchange_place()];
+  place[threadIdx.x] = value;
+  host::await_lanes();
+  return place[threadIdx.x ^ lane];
 }
 
 bool __any_sync(unsigned all, bool value) {
@@ -59,15 +58,7 @@ int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(v
 
 // Once by every thread of a block.
 void run_block(const std::function<void()>& kernel) {
-  for (auto& warp : warps)
-    if (!warp) warp = std::make_unique<std::barrier<>>(LANES);
-  std::vector<std::thread> threads;
-  for (int t = 0; t < THREADS; t++)
-    threads.emplace_back([&kernel, t] {
-      threadIdx.x = t;
-      kernel();
-    });
-  for (auto& thread : threads) thread.join();
+  host::run_block(THREADS, [&kernel](int) { kernel(); });
 }
 
 std::vector<float> numbers(size_t count) {

@@ -39,11 +39,11 @@ struct Four {
 // Each lane leaves its inputs where those that need them find them.
 template <typename Inputs>
 void add(float (&sums)[4], const Inputs& upper, const Inputs& lower, const Inputs& row) {
-  static Inputs left[THREADS][3];
-  auto& warp = *warps[threadIdx.x / LANES];
+  static Inputs places[2][THREADS][3];
+  auto& left = places[host::exchange_place()];
   const int lane = threadIdx.x % LANES, first = threadIdx.x - lane;
   left[threadIdx.x][0] = upper, left[threadIdx.x][1] = lower, left[threadIdx.x][2] = row;
-  warp.arrive_and_wait();
+  host::await_lanes();
   for (int i = 0; i < 4; i++)
     for (int part = 0; part < 4; part++)
       for (size_t k = 0; k < std::size(upper.at); k++) {
@@ -51,7 +51,6 @@ void add(float (&sums)[4], const Inputs& upper, const Inputs& lower, const Input
         const int other = first + (lane % 4 * 2 + i % 2) * 4 + part;
         sums[i] += left[output][i / 2].at[k] * left[other][2].at[k];
       }
-  warp.arrive_and_wait();
 }
 
 template <typename T>

@@ -41,7 +41,7 @@ extern "C" void run(void** a, int* const* shapes, const int64_t* const* strides,
   for (uint z = 0; z < uint(grid[2] / group[2]); z++)
     for (uint y = 0; y < uint(grid[1] / group[1]); y++)
       for (uint x = 0; x < uint(grid[0] / group[0]); x++)
-        host::run_threadgroup(threads, [&](int at) {
+        host::run_block(threads, [&](int at) {
           const uint tx = at % group[0], ty = at / group[0] % group[1],
                      tz = at / (group[0] * group[1]);
           kernel_body<TEMPLATE>(ARGUMENTS

@@ -1,84 +1,26 @@
 // Enough of Metal to run a kernel of services/mlx/metal on the host. Test only.
-//
-// Each thread of a threadgroup is a fiber; they take turns. A fiber that exchanges something
-// with its simdgroup puts it down and gives way once: when its turn comes again, all others
-// have put theirs down.
 #pragma once
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <vector>
+
+#include "../fibers.h"
 
 namespace host {
-
-constexpr int LANES = 32, STACK = 256 * 1024;
 
 struct Exchange {
   float values[LANES][4];
 };
 
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[STACK]};
-  int index;
-  int exchanges = 0;
-  bool is_done = false;
-};
-
-inline std::vector<Fiber> fibers;
-inline std::vector<Exchange> boxes;  // two for each simdgroup, in turn
-inline Fiber* current;
-inline std::function<void(int)> body;
-inline int arrived;
-
-inline void give_way() {
-  Fiber* const from = current;
-  do {
-    current = &fibers[(current->index + 1) % fibers.size()];
-    if (current == from) return;
-  } while (current->is_done);
-  swapcontext(&from->context, &current->context);
-}
-
 // What all lanes of this simdgroup have put down.
 inline const Exchange& exchange(const float (&own)[4]) {
-  const int simd = current->index / LANES, lane = current->index % LANES;
-  Exchange& box = boxes[2 * simd + current->exchanges++ % 2];
-  std::memcpy(box.values[lane], own, sizeof own);
-  give_way();
+  static std::vector<Exchange> boxes[2];
+  auto& place = boxes[exchange_place()];
+  place.resize(std::max(place.size(), simds.size()));
+  Exchange& box = place[current->index / LANES];
+  std::memcpy(box.values[current->index % LANES], own, sizeof own);
+  await_lanes();
   return box;
-}
-
-inline ucontext_t finished;
-
-inline void start() {
-  body(current->index);
-  Fiber* const from = current;
-  from->is_done = true;
-  give_way();
-  if (current == from) setcontext(&finished);
-}
-
-// Runs `function(thread)` for every thread of one threadgroup.
-inline void run_threadgroup(int threads, const std::function<void(int)>& function) {
-  body = function;
-  arrived = 0;
-  fibers = std::vector<Fiber>(threads);
-  boxes.assign(2 * (threads / LANES), {});
-  for (int i = 0; i < threads; i++) {
-    Fiber& fiber = fibers[i];
-    fiber.index = i;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = STACK;
-    makecontext(&fiber.context, start, 0);
-  }
-  current = &fibers[0];
-  swapcontext(&finished, &current->context);
 }
 
 struct Bfloat {
@@ -117,10 +59,7 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline float max(float a, float b) { return std::fmax(a, b); }
 
 enum class mem_flags { mem_threadgroup };
-inline void threadgroup_barrier(mem_flags) {
-  const int size = int(host::fibers.size()), round = host::arrived++ / size;
-  while (host::arrived < (round + 1) * size) host::give_way();
-}
+inline void threadgroup_barrier(mem_flags) { host::all.wait(); }
 
 inline float simd_shuffle_xor(float value, int mask) {
   const int lane = host::current->index % host::LANES;

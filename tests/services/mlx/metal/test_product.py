@@ -50,9 +50,16 @@ def _bits(array: mx.array) -> Any:
     return np.array(array.view(mx.uint16))
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(
-    ("bits", "dtype"), [(4, mx.float16), (8, mx.float16), (4, mx.bfloat16), (8, mx.bfloat16)]
+    ("bits", "group_size", "dtype"),
+    [
+        (4, 32, mx.float16),
+        (4, 64, mx.bfloat16),
+        (4, 128, mx.float16),
+        (8, 32, mx.bfloat16),
+        (8, 64, mx.float16),
+        (8, 128, mx.bfloat16),
+    ],
 )
 def test_is_mlx_product(host: HostMetal, bits: int, group_size: int, dtype: mx.Dtype) -> None:
     """To the last rounding, in one tile of rows and in two; the last block of outputs is half."""
