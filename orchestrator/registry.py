@@ -3,11 +3,21 @@
 import logging
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from orchestrator.hang_detector import HangDetector
 from orchestrator.message_budget import BYTES_OF_DRAFTERS, MessageBudget
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
-from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Message, Role
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    FromService,
+    Heartbeat,
+    Hello,
+    Message,
+    Prepared,
+    Role,
+)
 from protocol.transport.channel import STRANGER_BYTES
 from protocol.transport.codec import MAX_MESSAGE_BYTES
 
@@ -79,14 +89,26 @@ class Registry:
         return self._by_address.get(address)
 
     def on_message(self, address: bytes, message: FromService | ProtocolError) -> None:
-        """Record a message as a sign of life."""
-        is_result = not isinstance(message, Heartbeat | Hello)
+        """Record a message as a sign of life, and what a service has prepared."""
+        is_result = not isinstance(message, Heartbeat | Hello | Prepared)
         busy_s = message.busy_s if isinstance(message, Heartbeat) else 0.0
         self.hang_detector.on_message(address, is_result=is_result, busy_s=busy_s)
+        if isinstance(message, Prepared) and (peer := self.find(address)) is not None:
+            self._on_prepared(peer, message)
         if isinstance(message, Heartbeat) and address in self._by_address:
             self._working_on[address] = message.sequence
         else:
             self._working_on.pop(address, None)
+
+    def _on_prepared(self, peer: Peer, message: Prepared) -> None:
+        """Record what a service has prepared; it counts from the next request on."""
+        hello = replace(
+            peer.hello,
+            preparation=message.preparation,
+            pass_times=message.pass_times,
+            takes_trees=message.takes_trees,
+        )
+        self.peers[hello.role] = self._by_address[peer.address] = Peer(peer.address, hello)
 
     def on_sent(self, address: bytes, message: Message) -> None:
         """Record that a service was sent this message: it may answer."""

@@ -40,6 +40,7 @@ from protocol.messages import (
     Identify,
     Prefilled,
     PrefillProgress,
+    Prepared,
     ReadTarget,
     Rejected,
     Role,
@@ -77,8 +78,7 @@ class Orchestrator:
     ) -> None:
         self._services, self._clients = services, clients
         self._prompts, self._vocabulary = prompts, vocabulary
-        self._max_deaths = settings.max_deaths
-        self._estimates = CostModel()
+        self._max_deaths, self._estimates = settings.max_deaths, CostModel()
         hangs = HangDetector(settings.hang_timeout_s, settings.first_timeout_s)
         self._registry = Registry(hangs, lookup_only=settings.lookup_only)
         services.limit_of = self._registry.limit_of
@@ -174,6 +174,8 @@ class Orchestrator:
                 self._on_prefill_progress(peer, message)
             case Prefilled():
                 self._on_prefilled(peer.hello.role, message)
+            case Prepared():
+                self._estimates.expect_passes(message.pass_times)
             case Hello() | VerificationOutcome():
                 pass  # one was handled before; the other is not for a drafter to send
 
@@ -289,8 +291,6 @@ class Orchestrator:
     def _set_context(self) -> None:
         self._intake.context_length = self._registry.context_length
         self._intake.memory_limit = self._registry.memory_limit
-
-    # ------------------------------------------------------------ the cause of a death
 
     def _blame(self, role: Role, named: int) -> None:
         """Suspect the requests that a dead service worked for, and end the guilty ones."""

@@ -101,6 +101,7 @@ class StatusReporter:
             context_length=hello.context_length,
             weight_bytes=hello.weight_bytes,
             ranks=hello.ranks,
+            preparation=hello.preparation,
         )
 
 

@@ -171,10 +171,24 @@ _MillisecondsByRows = Annotated[
 
 
 class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Milliseconds of a verifier's passes by their tokens, measured at load."""
+    """Milliseconds of a verifier's passes by their tokens, measured between requests."""
 
     chains: _MillisecondsByRows = {}
     trees: _MillisecondsByRows = {}
+
+
+class PreparationState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far a service's trials, timings and traces are: stages that run between requests."""
+
+    done: int = 0
+    total: int = 0
+    stage: str = ""
+    """The next or present one; empty once all are done."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the service has reached its speed."""
+        return self.done >= self.total
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True):
@@ -207,13 +221,26 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True)
     ranks: list[RankStatus] = []
     """Verifier: the processes that share the model; empty for a single one."""
     pass_times: PassTimes = PassTimes()
-    """Verifier: initial estimates for the planner; empty: not measured."""
+    """Verifier: initial estimates for the planner; empty: not measured yet."""
+    preparation: PreparationState = PreparationState()
+    """The stages that follow, unless there are none."""
     features: FeatureRequest | None = None
     """Drafter: the target features that it reads; None if it reads none."""
     takes_trees: bool = False
     """Verifier: accepts trees in `Verify`. Drafter: accepts trees in `Prepare`, and answers with
     trees if siblings are requested.
     """
+
+
+class Prepared(Message, frozen=True, tag="prepared", kw_only=True):
+    """Service -> orchestrator: a stage of the preparation has ended. No answer.
+
+    The fields replace those of `Hello`.
+    """
+
+    preparation: PreparationState
+    pass_times: PassTimes = PassTimes()
+    takes_trees: bool = False
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -524,7 +551,14 @@ FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network the peer may be busy
 ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
 FromVerifier = (
-    Hello | Prefilled | PrefillProgress | VerificationOutcome | Features | Failed | Heartbeat
+    Hello
+    | Prepared
+    | Prefilled
+    | PrefillProgress
+    | VerificationOutcome
+    | Features
+    | Failed
+    | Heartbeat
 )
 ToService = (
     OpenSequence
@@ -540,6 +574,7 @@ ToService = (
 )
 FromService = (
     Hello
+    | Prepared
     | Prefilled
     | PrefillProgress
     | DraftTree
@@ -836,6 +871,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weight_bytes: int = 0
     """The fields of `Hello`."""
     ranks: list[RankStatus] = []
+    preparation: PreparationState = PreparationState()
     silent_s: float = 0.0
     """Time since the last sign of life of its working thread, while the orchestrator was awake."""
 
@@ -939,6 +975,11 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """The running requests, the first 64 of them."""
     lookup_only: bool = False
     """True if no drafter is used: prompt lookup in the orchestrator drafts alone."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if no service has anything left to try, time or trace: speeds are comparable."""
+        return all(one.preparation.is_complete for one in self.services)
 
     @property
     def drafter(self) -> ServiceStatus | None:

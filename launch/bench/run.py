@@ -25,6 +25,7 @@ from launch.doctor import ask_hardware
 from launch.models.pair import Pair
 from launch.prompts import Prompt
 from launch.settings.settings import StackSettings
+from launch.stack.prepared import await_prepared
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.workers.reference import ReferenceWorker
@@ -77,6 +78,9 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
     with _open_stack(config.settings) as client, _open_others(config) as others:
         cold = {"ready_s": time.monotonic() - began}
         cold["first_token_s"] = _first(client).ttft_ms / 1e3
+        for one in (client, *others.values()):
+            await_prepared(one)
+        cold["prepared_s"] = time.monotonic() - began
         status = client.status()
         found = None
         if config.profile:

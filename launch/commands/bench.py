@@ -229,5 +229,6 @@ def _show(result: BenchFile) -> None:
         cold = result.cold_start
         out.print(
             f"cold start: ready after {cold['ready_s']:.1f} s, "
-            f"first token {cold['first_token_s']:.2f} s later"
+            f"first token {cold['first_token_s']:.2f} s later, "
+            f"prepared after {cold['prepared_s']:.1f} s"
         )

@@ -9,6 +9,7 @@ from launch.models.default_pair import add_default
 from launch.prompts import Prompt, own_prompts, read_prompts
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
+from launch.stack.prepared import await_prepared
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.terminal.demo import Demo
@@ -41,6 +42,7 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
         private_stack(settings, report) as supervisor,
         contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
     ):
+        await_prepared(client)
         status.stop()
         Demo(client, max_tokens, statistics=stats).run(_one_of_each_kind())
 

@@ -17,10 +17,12 @@ from launch.prompts import chosen_prompts
 from launch.settings.flags import Command
 from launch.settings.options import sampling_options, settings_of, stack_options
 from launch.settings.sampling import take_sampling
+from launch.stack.prepared import await_prepared
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Generate, Sampling
 
@@ -123,6 +125,8 @@ def _of_stack(
             supervisor = opened.enter_context(private_stack(settings, console.report_trouble))
             address = supervisor.run_dir.clients_address
             load.load_stack(address, _requests(prompts[:1], "ssd", sampling, 16), 1)  # warm-up
+            with contextlib.closing(Client(address)) as client:
+                await_prepared(client)
             for mode in own:
                 requests = _requests(prompts, mode, sampling, max_tokens)
                 ask[mode] = partial(load.load_stack, address, requests)

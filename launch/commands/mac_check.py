@@ -21,6 +21,7 @@ from launch.models.hub import resolve
 from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.child import Lifeline
+from launch.stack.prepared import await_prepared
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.workers.coreml_probe import ProbeWorker, open_probes
@@ -204,6 +205,7 @@ def _answers(settings: StackSettings, max_tokens: int) -> Iterator[MeasuredAnswe
     with private_stack(settings, console.process_line) as supervisor:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
+            await_prepared(client)
             ways: tuple[tuple[Mode, int], ...] = (
                 ("ar", 0), ("sd", _NUM_DRAFT_TOKENS), ("ssd", _NUM_DRAFT_TOKENS), ("ssd", 0),
             )  # fmt: skip

@@ -197,8 +197,20 @@ def _sentences(snapshot: StackSnapshot) -> list[str]:
     status = snapshot.status
     if status is None:
         return snapshot.problems
+    preparing = [
+        f"the {one.role} prepares {one.preparation.stage} between requests: "
+        f"{one.preparation.done} of {one.preparation.total} stages done"
+        for one in status.services
+        if not one.preparation.is_complete
+    ]
     refused = [f"the last {role} was refused: {why}" for role, why in status.refused.items()]
-    return [*snapshot.problems, *status.degraded, *refused, *status.marked_for_kill.values()]
+    return [
+        *snapshot.problems,
+        *status.degraded,
+        *preparing,
+        *refused,
+        *status.marked_for_kill.values(),
+    ]
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -83,11 +83,11 @@ class CostModel:
         self._models: dict[Role, tuple[str, str]] = {}
 
     def on_hello(self, hello: Hello) -> None:
-        """Start from the verifier's passes at load; forget measurements of another pair."""
+        """Start from the verifier's passes, if timed; forget measurements of another pair."""
         name = hello.backend, hello.model
         if self._models.setdefault(hello.role, name) != name:
             kept = {"streams": self.streams, "_models": {**self._models, hello.role: name}}
-            times = self._pass_times
+            times = self._pass_times if hello.role == "drafter" else PassTimes()
             # In place: the planners of running requests hold this object.
             vars(self).update(vars(CostModel()) | kept)
             self.expect_passes(times)
@@ -98,8 +98,8 @@ class CostModel:
             self.expect_passes(hello.pass_times)
 
     def expect_passes(self, times: PassTimes) -> None:
-        """Expect the target's passes to take as long as at load."""
-        if times != self._pass_times:  # otherwise the measurements since then hold
+        """Expect the target's passes to take as long as these, if there are any."""
+        if times.chains and times != self._pass_times:  # otherwise the measurements since hold
             self._pass_times = times
             self.verify_latency.expect(times.chains)
             self.plain_latency.expect(times.chains)

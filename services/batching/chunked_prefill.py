@@ -116,12 +116,10 @@ class ChunkedPrefill:
     Args:
         model: the target.
         step: most tokens of a pass, except on CUDA when no other request waits.
-        shares: True if the model takes several sequences in a pass (`packing`).
         checkpoints: True if later prompts may start in the middle of one.
         end_ids: tokens that end a message of a chat.
         reader: keeps the states that a drafter reads from the model.
         memory: shortens chunks that do not fit, or refuses them.
-        table: the slot table of sequences that share passes, if there is one.
         one_graph: see `Batcher`.
     """
 
@@ -130,21 +128,21 @@ class ChunkedPrefill:
         model: Any,
         step: int,
         *,
-        shares: bool,
+        shares: bool = False,
         checkpoints: bool = False,
         end_ids: Collection[int] = (),
         reader: Reader | None = None,
         memory: PassMemory | None = None,
-        table: SlotTable | None = None,
         one_graph: bool = False,
     ) -> None:
+        """Compute prompts in passes of their own, unless `shares` or told to `share` them."""
         self._checkpoints = checkpoints
         self._end_ids = frozenset(end_ids)
         self._reader = reader
         self._memory = memory
         read = reader.take if reader is not None else None
         self._batcher = Batcher(model, 0, read=read, memory=memory)
-        self._batcher.table, self._batcher.fills = table, True
+        self._batcher.fills = True
         self._batcher.one_graph = one_graph
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
@@ -153,6 +151,10 @@ class ChunkedPrefill:
         self._order = PrefillOrder()
         self._wanted: dict[int, Tokens] = {}
         """Sequence -> its prompt in progress."""
+
+    def share(self, table: SlotTable | None, *, prompts: bool) -> None:
+        """Compute several prompts in a pass from now on, if `prompts`, and in a slot table."""
+        self._batcher.table, self._shares = table, prompts
 
     @property
     def prompts_in_work(self) -> int:

@@ -36,6 +36,7 @@ from services.mlx.cuda.kv_rows import wait_for
 from services.mlx.loader import compute_unit
 from services.mlx.metal import choice
 from services.mlx.rope import allow_branches, has_rope
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -230,12 +231,12 @@ def enable_packing(model: nn.Module) -> None:
             setattr(home, _NAME, _attention)
 
 
-def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> bool:
+def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
     """Test whether two sequences in one row get the logits that each gets alone."""
     try:
         enable_packing(model)
-        alone = _try_passes(model, make_state, flat=False)
-        flat = _try_passes(model, make_state, flat=True)
+        alone = yield from _try_passes(model, make_state, flat=False)
+        flat = yield from _try_passes(model, make_state, flat=True)
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
         return False  # attention written out for arrays
     finally:
@@ -246,15 +247,15 @@ def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> boo
 
 def find_table(
     model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
-) -> SlotTable | None:
+) -> Steps[SlotTable | None]:
     """Return a table in which two sequences get the logits that each gets alone, after a test.
 
     `enable_packing` must have been called.
     """
     table = SlotTable(attend)
     try:
-        alone = _try_passes(model, make_state, flat=False)
-        seated = _try_passes(model, make_state, flat=True, table=table)
+        alone = yield from _try_passes(model, make_state, flat=False)
+        seated = yield from _try_passes(model, make_state, flat=True, table=table)
     # Models may do anything with keys that are not arrays, and a kernel may not compile.
     except Exception as error:  # noqa: BLE001
         _log.info("shared passes of this model attend sequence by sequence: %s", error)
@@ -263,30 +264,41 @@ def find_table(
     return table if np.isfinite(distance) and float(distance) < _TOLERANCE else None
 
 
-def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> bool:
+def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
     """Test whether a token of a tree gets the logits that it gets at the end of a chain."""
     tree = read_tree([5, 6, 7, 8, 9], [0, 0, 1, 2])
     try:
         allow_branches(model)
         if not make_state().takes_trees:
             return False
-        rows = _try_tree(model, make_state(), tree)
-        ends = [_try_tree(model, make_state(), tree.keep(tree.path(row)))[-1] for row in (3, 4)]
+        rows = yield from _try_tree(model, make_state(), tree)
+        ends = []
+        for row in (3, 4):
+            alone = yield from _try_tree(model, make_state(), tree.keep(tree.path(row)))
+            ends.append(alone[-1])
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
         return False  # its own form of positions or masks
-    alone, flat = mx.stack(ends), rows[3:]
-    distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
+    stacked, flat = mx.stack(ends), rows[3:]
+    distance = np.array(mx.linalg.norm(flat - stacked) / mx.linalg.norm(stacked))
     return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
 
 
-def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> mx.array:
+def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> Steps[mx.array]:
     """Return [rows, vocabulary] logits of a tree after four tokens."""
+    yield from _feed_four(model, state)
+    state.append(len(tree)) if tree.is_chain else state.append_tree(tree)
+    rows: mx.array = model(mx.array([tree.tokens]), cache=state.caches)[0].astype(mx.float32)
+    mx.eval(rows)
+    yield
+    return rows
+
+
+def _feed_four(model: Any, state: SequenceState) -> Steps[None]:
     state.append(4)
     model(mx.array([[1, 2, 3, 4]]), cache=state.caches)
     state.commit(4)
-    state.append(len(tree)) if tree.is_chain else state.append_tree(tree)
-    rows: mx.array = model(mx.array([tree.tokens]), cache=state.caches)[0]
-    return rows.astype(mx.float32)
+    state.evaluate()
+    yield
 
 
 def _try_passes(
@@ -295,27 +307,30 @@ def _try_passes(
     *,
     flat: bool,
     table: SlotTable | None = None,
-) -> mx.array:
+) -> Steps[mx.array]:
     """Return [7, vocabulary] logits of two sequences that share a pass, or do not.
 
     They are for three tokens after four others, and for the first two of a text; then, after one
     token of each is rejected, for the next one of each.
     """
     first, second = make_state(), make_state()
-    first.append(4)
-    model(mx.array([[1, 2, 3, 4]]), cache=first.caches)
-    first.commit(4)
+    yield from _feed_four(model, first)
     tokens = ([5, 6, 7], [8, 9])
     if flat:
         rows = [_run_flat(model, (first, second), tokens, table)]
     else:
         rows = [_run_alone(model, *one) for one in zip((first, second), tokens, strict=True)]
+    mx.eval(rows)
+    yield
     first.commit(6)
     second.commit(1)
     for state, stood in ((first, [5, 6]), (second, [8])):
         owed = stood[len(stood) - state.owed :]
         rows.append(_run_alone(model, state, [*owed, 10])[-1:])
-    return mx.concatenate(rows).astype(mx.float32)
+    logits = mx.concatenate(rows).astype(mx.float32)
+    mx.eval(logits)
+    yield
+    return logits
 
 
 def _run_alone(model: Any, state: SequenceState, tokens: list[int]) -> mx.array:

@@ -28,6 +28,7 @@ from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
 from services.mlx.tracing.traced_forward import FeatureReader
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -138,19 +139,22 @@ class SlotTable:
         """Drop the rows of the last pass, which failed."""
         self._written = []
 
-    def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
-        """Compute passes of each small size and some of prompts, before any request.
+    def warm_up(self, model: Any, make_store: Callable[[], Any]) -> Steps[None]:
+        """Compute passes of each small size and some of prompts, before any request shares one.
 
         Those of the small sizes are traced from then on, if that is faster here.
         """
         try_pass = partial(self._try_pass, model, make_store)
-        self._traced = trace_table_if_faster(model, self._attend, partial(try_pass, _TRIAL_ROWS))
+        trial = partial(try_pass, _TRIAL_ROWS)
+        self._traced = yield from trace_table_if_faster(model, self._attend, trial)
         try:
             for rows in _WARM_PASSES * _WARM_TIMES:
                 mx.eval(try_pass(rows, self._traced))
+                yield
             for rows in _WARM_PROMPTS * _WARM_TIMES:
                 try_pass(rows, None)
                 self.evaluate()
+                yield
         except ModelError as error:
             _log.info("passes of several sequences are not computed beforehand: %s", error)
 

@@ -15,6 +15,7 @@ from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.kv_rows import find_written
 from services.mlx.tracing.trace_trial import is_worth_it
 from services.mlx.tracing.traced_forward import FeatureReader, features_of
+from services.runtime.preparation import Steps
 
 
 class TracedTable:
@@ -84,11 +85,11 @@ def call_model(
 
 def trace_table_if_faster(
     model: Any, attend: Attend, run: Callable[[TracedTable | None], mx.array]
-) -> TracedTable | None:
+) -> Steps[TracedTable | None]:
     """Return traced forwards for this model, or None where they are wrong or not faster here.
 
     `run` computes the same pass each time, with a trace or without, and returns its lazy logits.
     """
     traced = TracedTable(model, attend)
-    used = is_worth_it("shared passes", lambda: run(None), lambda: run(traced))
+    used = yield from is_worth_it("shared passes", lambda: run(None), lambda: run(traced))
     return traced if used else None

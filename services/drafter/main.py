@@ -1,22 +1,23 @@
 """`python -m services.drafter.main SETTINGS`: the drafter process."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.decoding.grammar import load_tokenizer
 from protocol.messages import ToDrafter, ToService
 from protocol.process.child import run_child
 from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.drafter.backends.base import DraftBackend
-from services.drafter.backends.factory import create_backend
+from services.drafter.backends.factory import open_backend
 from services.drafter.drafter import Drafter
 from services.drafter.sliding_context import SlidingContextBackend
 from services.mlx.blas import use_spare_cores
 from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import SEND_S, Identity, serve
+from services.runtime.preparation import Preparer, Stage, tokenizer_stage
 
 
 def run(settings: DrafterSettings) -> None:
@@ -27,7 +28,7 @@ def run(settings: DrafterSettings) -> None:
         case "stdio":
             _run_program(settings)
         case _:
-            _serve(settings, create_backend(settings))
+            _serve(settings, *open_backend(settings))
 
 
 # The dependencies of other backends are imported only on demand.
@@ -55,14 +56,14 @@ def _run_program(settings: DrafterSettings) -> None:
             relay(settings, StdioPeer(program))
 
 
-def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
+def _serve(settings: DrafterSettings, backend: DraftBackend, stages: Sequence[Stage] = ()) -> None:
     flag = open_idle_flag(settings.idle_flag)
     spare = open_idle_flag(settings.spare_flag)
     if spare is not None:
         # While the target waits for a draft.
         use_spare_cores(settings.spare_cores, spare.word)
     if folder := settings.target if settings.backend == "head" else settings.model:
-        load_tokenizer(Path(folder))
+        stages = [*stages, tokenizer_stage(Path(folder))]
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
@@ -70,7 +71,7 @@ def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
         settings.address, Decoder(ToDrafter), send_timeout_s=SEND_S
     )
     with channel:
-        serve(channel, identity, Drafter(backend), Inbox(channel, flag))
+        serve(channel, identity, Drafter(backend), Inbox(channel, flag), Preparer(stages))
 
 
 if __name__ == "__main__":

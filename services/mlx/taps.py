@@ -7,7 +7,7 @@ which must then yield the first run's logits.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -114,6 +114,18 @@ class Taps:
         for layer, plain in zip(self._tapped, self._classes, strict=True):
             layer.__class__ = plain
             del layer.tap
+
+    @contextlib.contextmanager
+    def lift(self) -> Iterator[None]:
+        """Give the layers their own classes meanwhile, which may change."""
+        for layer, plain in zip(self._tapped, self._classes, strict=True):
+            layer.__class__ = plain
+        try:
+            yield
+        finally:
+            self._classes = [type(layer) for layer in self._tapped]
+            for layer, plain in zip(self._tapped, self._classes, strict=True):
+                layer.__class__ = _class_with_tap(plain)
 
     def take(self) -> list[mx.array]:
         """Return per layer [rows, tokens, width] of the last run, and drop them.

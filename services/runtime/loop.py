@@ -27,6 +27,7 @@ from protocol.messages import (
     Identify,
     PassTimes,
     Prefilled,
+    Prepared,
     RankStatus,
     Rejected,
     Role,
@@ -38,6 +39,7 @@ from protocol.process.heap import freeze_heap
 from protocol.process.logs import about
 from services.runtime.heartbeat import HeartbeatTimer
 from services.runtime.inbox import Connection, Inbox
+from services.runtime.preparation import Preparer
 from services.runtime.work_queue import Job, Service, WorkQueue
 
 _log = logging.getLogger(__name__)
@@ -45,10 +47,14 @@ _log = logging.getLogger(__name__)
 _BORN_NS = time.monotonic_ns()
 SEND_S = 5.0
 """Longest wait for an orchestrator that reads slowly: it may be busy with many requests."""
+_QUIET_S = 0.2
+"""How long nothing must have been asked before preparation goes on: a client's next request often
+follows its last one at once.
+"""
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of Hello that differ by service."""
+class Identity(msgspec.Struct, kw_only=True):
+    """The fields of Hello that differ by service; preparation may change them."""
 
     role: Role
     backend: str
@@ -69,32 +75,77 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(
-    channel: Connection, identity: Identity, service: Service, inbox: Inbox | None = None
+    channel: Connection,
+    identity: Identity,
+    service: Service,
+    inbox: Inbox | None = None,
+    preparer: Preparer | None = None,
 ) -> None:
     """Shake hands and serve until told to stop; again if the orchestrator was restarted.
 
     Args:
+        channel: to the orchestrator.
+        identity: of the service.
+        service: handles the messages.
         inbox: the channel's, for a service that reads from it directly.
+        preparer: of what is left to be prepared between requests.
 
     Raises:
         ModelError: the orchestrator rejected this service; the message is its reason.
         DeadlineExceeded: the orchestrator did not answer the handshake or the heartbeats.
     """
-    inbox = inbox or Inbox(channel)
+    inbox, preparer = inbox or Inbox(channel), preparer or Preparer()
     freeze_heap()
     while True:
-        if not shake_hands(channel, identity) or _serve(channel, inbox, service):
+        if not shake_hands(channel, identity, preparer):
+            return
+        prepare = _Preparing(channel, inbox, identity, preparer)
+        if _serve(channel, inbox, service, prepare):
             return
 
 
-def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
+class _Preparing:
+    """Prepares while an orchestrator has nothing to ask."""
+
+    def __init__(
+        self, channel: Connection, inbox: Inbox, identity: Identity, preparer: Preparer
+    ) -> None:
+        self._channel, self._inbox = channel, inbox
+        self._identity, self._preparer = identity, preparer
+        self._is_quiet = False
+
+    def stop(self) -> None:
+        """Record that there is work."""
+        self._is_quiet = False
+
+    def step(self) -> bool:
+        """Run a step if no message comes; False if nothing is left to be prepared."""
+        if self._preparer.is_complete:
+            return False
+        self._is_quiet = not self._inbox.linger(0.0 if self._is_quiet else _QUIET_S)
+        if self._is_quiet and self._preparer.step():
+            self._channel.send(
+                Prepared(
+                    preparation=self._preparer.state,
+                    pass_times=self._identity.pass_times,
+                    takes_trees=self._identity.takes_trees,
+                )
+            )
+            if self._preparer.is_complete:
+                freeze_heap()
+        self._inbox.look(0)
+        return True
+
+
+def _serve(channel: Connection, inbox: Inbox, service: Service, prepare: _Preparing) -> bool:
     """Serve one orchestrator; True if it sent a stop, False if there is a new one."""
     queue = WorkQueue(service)
     inbox.start()
     while True:
         if queue:
+            prepare.stop()
             inbox.look(queue.next().message.sequence)
-        else:
+        elif queue.has_open or not prepare.step():
             inbox.wait()
         if inbox.forgotten:
             for number in queue.clear():
@@ -158,13 +209,13 @@ class _Done:
 _DONE = _Done()
 
 
-def shake_hands(channel: Connection, identity: Identity) -> bool:
+def shake_hands(channel: Connection, identity: Identity, preparer: Preparer | None = None) -> bool:
     """Send Hello and wait for Welcome; False if told to stop instead. Errors as for `serve`.
 
     A Hello may be lost with an orchestrator that dies, so beats are sent while waiting: its
     successor then asks for the identity.
     """
-    hello = _hello(identity)
+    hello = _hello(identity, preparer or Preparer())
     heartbeat, has_beaten = HeartbeatTimer(channel), False
     channel.send(hello)
     while True:
@@ -188,10 +239,11 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
                 raise ProtocolError(f"expected Welcome or Rejected, got {type(other).__name__}")
 
 
-def _hello(identity: Identity) -> Hello:
+def _hello(identity: Identity, preparer: Preparer) -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION,
         pid=os.getpid(),
         started_ns=_BORN_NS,
+        preparation=preparer.state,
         **msgspec.structs.asdict(identity),
     )

@@ -6,6 +6,9 @@ from protocol.errors import ProtocolError
 
 S = TypeVar("S")
 
+TRIAL_SEQUENCE = -1
+"""The sequence of passes that only prepare a service. The orchestrator numbers its from 1."""
+
 
 class SequenceTable(dict[int, S]):
     """A map in which a missing sequence raises a ProtocolError."""

@@ -1,9 +1,9 @@
-"""The first forward pass of every shape, before any request needs it.
+"""The first forward pass of every shape, before it is needed.
 
 A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
 times as long and misleads the planner's estimates.
 
-A model whose logits are NaN starts all the same, and its requests fail.
+A model whose logits are NaN is left to its requests, which fail.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
+from services.runtime.preparation import Steps
+from services.runtime.sequence_table import TRIAL_SEQUENCE
 from services.verifier.trial_sequence import TrialSequence
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
-_SEQUENCE = 0
-"""The orchestrator numbers its sequences from 1."""
 _PROMPT = list(range(1, 17))
 _LONGEST = 8
 """Longest warmed-up chain of draft tokens; longer ones are rare."""
@@ -43,47 +43,52 @@ def _unless_broken() -> Iterator[None]:
         _log.warning("not warmed up: %s", error)
 
 
-def warm_verifier(verifier: Verifier) -> None:
+def warm_verifier(verifier: Verifier) -> Steps[None]:
     """Prefill and verify a chain of each length; after a long prompt all sizes, and trees."""
     trial = TrialSequence(verifier)
     with _unless_broken():
         for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
             trial.open(_PROMPT)
             trial.verify(list(range(drafted)))
+            yield
         if verifier.takes_trees:
             trial.open(_LONG_PROMPT)
-            for rows in CHAIN_ROWS:
-                trial.verify(list(range(rows - 1)))
-            for rows in TREE_ROWS:
-                trial.verify([0] * (rows - 1))
+            chains = [list(range(rows - 1)) for rows in CHAIN_ROWS]
+            for parents in [*chains, *([0] * (rows - 1) for rows in TREE_ROWS)]:
+                yield
+                trial.verify(parents)
     trial.close()
 
 
-def warm_drafter(backend: DraftBackend) -> None:
+def warm_drafter(backend: DraftBackend) -> Steps[None]:
     """Prefill, prepare branches for a chain of each length, and draft; then both with noise."""
     with _unless_broken():
-        _warm_branches(backend)
-    backend.close(_SEQUENCE)
+        yield from _warm_branches(backend)
+    backend.close(TRIAL_SEQUENCE)
 
 
-def _warm_branches(backend: DraftBackend) -> None:
-    for _ in backend.open(_SEQUENCE, _PROMPT, Sampling()):
+def _warm_branches(backend: DraftBackend) -> Steps[None]:
+    for _ in backend.open(TRIAL_SEQUENCE, _PROMPT, Sampling()):
         pass
     for drafted in range(_DEPTH + 1):
         _prepare(backend, drafted)
+        yield
     _draft(backend)
-    backend.close(_SEQUENCE)
-    for _ in backend.open(_SEQUENCE, _PROMPT, Sampling(temperature=1.0)):
+    backend.close(TRIAL_SEQUENCE)
+    yield
+    for _ in backend.open(TRIAL_SEQUENCE, _PROMPT, Sampling(temperature=1.0)):
         pass
     _prepare(backend, _DEPTH)
     _draft(backend)
-    backend.close(_SEQUENCE)
-    for _ in backend.open(_SEQUENCE, _LONG_PROMPT, Sampling()):
+    yield
+    backend.close(TRIAL_SEQUENCE)
+    for _ in backend.open(TRIAL_SEQUENCE, _LONG_PROMPT, Sampling()):
         pass
     for options in _OPTIONS if backend.identity.takes_trees else _OPTIONS[:1]:
+        yield
         _prepare(backend, _DEPTH, options)
     # The prepared branch is taken over and extended.
-    backend.commit(_SEQUENCE, len(_LONG_PROMPT), _PROMPT[:_DEPTH])
+    backend.commit(TRIAL_SEQUENCE, len(_LONG_PROMPT), _PROMPT[:_DEPTH])
     _prepare(backend, _DEPTH)
 
 
@@ -92,10 +97,10 @@ def _prepare(
 ) -> None:
     share = _BRANCHES // (drafted + 1)
     fan_out = [share] * drafted + [_BRANCHES - share * drafted]
-    for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, options):
+    for _ in backend.prepare(TRIAL_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, options):
         pass
 
 
 def _draft(backend: DraftBackend) -> None:
-    for _ in backend.draft(_SEQUENCE, _PROMPT[0], _DEPTH, RoundOptions()):
+    for _ in backend.draft(TRIAL_SEQUENCE, _PROMPT[0], _DEPTH, RoundOptions()):
         pass

@@ -74,6 +74,11 @@ class WorkQueue:
     def __bool__(self) -> bool:
         return bool(self._lines)
 
+    @property
+    def has_open(self) -> bool:
+        """True if a sequence has been opened and not closed."""
+        return bool(self._opened)
+
     def add(self, message: Work) -> None:
         """Queue a message; drop work that it makes pointless.
 

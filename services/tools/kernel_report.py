@@ -20,11 +20,13 @@ from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
 from services.kv.state import SequenceState
 from services.mlx.cuda.equip import equip_for_cuda
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, load
 from services.mlx.metal import attention
 from services.mlx.metal.choice import report, stop_using, try_attention, use_kernels
 from services.mlx.metal.probe import AttentionKind
 from services.mlx.metal.product import MOST_ROWS
+from services.runtime.preparation import run_all
 from services.verifier.target_model import prepare
 
 _CONTEXT = 512
@@ -46,7 +48,7 @@ def measure(settings: KernelReportSettings) -> KernelReport:
     except Exception as error:
         raise ModelError(f"cannot load the model {settings.model!r}: {error}") from error
     module, config = loaded
-    use_kernels(module, settings.kernels)
+    run_all(use_kernels(module, settings.kernels))
     shape = _attention_shape(module, config)
     if shape is not None:
         try_attention(shape)
@@ -54,7 +56,9 @@ def measure(settings: KernelReportSettings) -> KernelReport:
 
 
 def _measure_on_cuda(settings: KernelReportSettings) -> KernelReport:
-    probes = equip_for_cuda(load(Path(settings.model)).module)
+    module = load(Path(settings.model)).module
+    fuse_linears(module)
+    probes = run_all(equip_for_cuda(module))
     if not probes:
         return KernelReport(note="the target's products go through MLX: not in half precision")
     return KernelReport(probes=probes)
@@ -76,7 +80,7 @@ def _measure_passes(settings: KernelReportSettings) -> KernelReport:
     """Return the probes' results, then times of whole passes by MLX and by all correct kernels."""
     module = load(Path(settings.model)).module
     states = prepare(module).states
-    use_kernels(module, settings.kernels)
+    run_all(use_kernels(module, settings.kernels))
     # Attention is probed on first use.
     state = states.make()
     state.append(3)
@@ -86,7 +90,7 @@ def _measure_passes(settings: KernelReportSettings) -> KernelReport:
         return probes
     stop_using(module)
     alone = _time_passes(module, states.make())
-    use_kernels(module, "on")
+    run_all(use_kernels(module, "on"))
     ours = _time_passes(module, states.make())
     return msgspec.structs.replace(probes, pass_ms=alone, pass_with_kernels_ms=ours)
 

@@ -28,6 +28,7 @@ from protocol.process.child import pin_to_cores
 from protocol.settings import PREFILL_STEP_SIZE, VerifierSettings, decode_settings
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
+from services.runtime.preparation import run_all
 
 _REPEATS = 7
 _DEPTHS = 4
@@ -85,7 +86,7 @@ class Profiler(contextlib.ExitStack):
         backend = MlxBackend(
             Path(settings.model), PREFILL_STEP_SIZE, weights=settings.draft_weights
         )
-        backend.trace()
+        run_all(backend.trace())
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)

@@ -1,8 +1,9 @@
 """Features that the verifier reads from the target for a drafter, and the messages with them."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,10 @@ from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Features, Tokens
 from services.mlx.cuda.host_rows import HostRows, ReadRows, open_host_rows
 from services.mlx.taps import Taps, TrialPasses
+from services.runtime.preparation import Steps
 from services.verifier.feature_log import FeatureLog, Rows
+
+T = TypeVar("T")
 
 _BYTES = 1 << 20
 """Size of a message, unless a single position is larger."""
@@ -73,6 +77,17 @@ class FeatureSource:
         self.request, self._taps = request, taps
         width = taps.width if self._projection is None else self._projection.shape[0]
         self._host = open_host_rows(width, getattr(mx, request.dtype))
+
+    def leave_out(self, steps: Steps[T]) -> Steps[T]:
+        """Run steps that are about the model as it is when nothing is read."""
+        while True:
+            with self._taps.lift() if self._taps is not None else contextlib.nullcontext():
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            yield
 
     def take(self) -> ReadRows | None:
         """Return lazy [tokens, width] of the last pass with padding; None if nothing is read."""

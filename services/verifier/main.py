@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.adapter import identify_adapter
-from protocol.decoding.grammar import load_tokenizer
-from protocol.messages import PassTimes, ToService, ToVerifier
+from protocol.messages import ToService, ToVerifier
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
-from services.runtime.idle_flag import IdleFlag, open_idle_flag
+from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import SEND_S, Identity, serve
+from services.runtime.preparation import Preparer
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
@@ -29,42 +29,34 @@ def run(settings: VerifierSettings) -> None:
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place.
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
-    from services.runtime.warmup import warm_verifier  # noqa: PLC0415
     from services.verifier.open_target import open_target  # noqa: PLC0415
-    from services.verifier.pass_times import measure_passes  # noqa: PLC0415
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
+    from services.verifier.stages import VerifierStages  # noqa: PLC0415
+    from services.verifier.target_model import prepare_plain  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
     with open_target(settings) as opened:
-        model, target = opened.model, opened.target
+        model, target = opened.model, opened.target or prepare_plain(opened.model.module)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         step, prelaunches = settings.prefill_step_size, settings.prelaunches
         verifier = Verifier(model, step, prompts, target, prelaunches=prelaunches)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
-        on_cpu = opened.compute_unit == "cpu"
-        if not on_cpu:
-            warm_verifier(verifier)
-        # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
-        pass_times = measure_passes(verifier, drafter_idle=not on_cpu)
-        verifier.prelauncher.expect_passes(pass_times)
-        prompts.clear()  # its texts are never requested
         _attach_coreml_prefill(verifier, settings, model.folder)
-        load_tokenizer(model.folder)
-        identity = _identify(settings, opened, verifier, pass_times)
+        identity = _identify(settings, opened, verifier)
+        stages = VerifierStages(verifier, identity, settings.metal_kernels)
+        whole = opened.target is None
+        preparer = Preparer([*stages.list(model.folder, is_whole=whole, prelaunches=prelaunches)])
         channel: Channel[ToService] = Channel(
             settings.address, Decoder(ToVerifier), send_timeout_s=SEND_S
         )
         how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
-            _serve(channel, identity, verifier, open_idle_flag(settings.idle_flag))
+            inbox = Inbox(channel, open_idle_flag(settings.idle_flag))
+            inbox.expect_s = verifier.expect_s
+            serve(channel, identity, verifier, inbox, preparer)
 
 
-def _identify(
-    settings: VerifierSettings,
-    opened: "OpenTarget",
-    verifier: "Verifier",
-    pass_times: PassTimes,
-) -> Identity:
+def _identify(settings: VerifierSettings, opened: "OpenTarget", verifier: "Verifier") -> Identity:
     from services.kernels.cpu.equip import count_read_bytes  # noqa: PLC0415
 
     model, ranks = opened.model, opened.ranks
@@ -80,20 +72,11 @@ def _identify(
         max_draft_tokens=verifier.max_draft_tokens,
         kv_tokens=ranks.kv_tokens if ranks else kv.tokens,
         kv_limit=kv.limit,
-        rewinding=verifier.rewinding,
+        rewinding=verifier.target.states.description,
         weight_bytes=0 if ranks else count_read_bytes(model.module),
         takes_trees=verifier.takes_trees,
-        pass_times=pass_times,
         ranks=ranks.status if ranks else [],
     )
-
-
-def _serve(
-    channel: Channel[ToService], identity: Identity, verifier: "Verifier", flag: IdleFlag | None
-) -> None:
-    inbox = Inbox(channel, flag)
-    inbox.expect_s = verifier.expect_s
-    serve(channel, identity, verifier, inbox)
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

@@ -9,7 +9,6 @@ from protocol.settings import VerifierSettings
 from services.kernels.cpu.equip import equip
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, load
-from services.mlx.metal.choice import use_kernels
 from services.verifier.target_model import TargetModel
 
 if TYPE_CHECKING:
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class OpenTarget(NamedTuple):
-    """A target that is ready to verify."""
+    """A target that is loaded."""
 
     model: LoadedModel
     """With ranks, rank 0's part only."""
     target: TargetModel | None
-    """None if the whole model is here, and the verifier prepares it."""
+    """None if the whole model is here, and still to be prepared."""
     compute_unit: str
     ranks: "RankGroup | None"
 
@@ -43,7 +42,6 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
         return
     unit = bind(settings.device)
     model = load(Path(settings.model), adapter=settings.adapter, as_stored=True)
-    use_kernels(model.module, settings.metal_kernels)
     if unit == "cpu":
         equip(model.module, rounds=settings.cpu_activations == "int8")
     yield OpenTarget(model, None, unit, None)

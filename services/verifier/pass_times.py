@@ -1,4 +1,4 @@
-"""Time passes over few tokens at load, as the planner's initial estimates.
+"""Time passes over few tokens, as the planner's initial estimates.
 
 Without them the planner assumes the cost of a further token, and tries only lengths that look
 worthwhile under that assumption.
@@ -9,25 +9,26 @@ import time
 
 from protocol.errors import RuntimeFailure
 from protocol.messages import Parents, PassTimes
+from services.runtime.preparation import Steps
 from services.verifier.trial_sequence import TrialSequence
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
-_PROMPT = [token % 16 for token in range(64)]
+_PROMPT = list(range(16))
 _CHAINS = (1, 4, 8, 2, 16, 3, 6, 32, 10, 12, 24, 5)
 """Numbers of tokens, the most informative first."""
 _TREES = (8, 16, 4, 32, 12)
 _SWEEPS = 3
 """The least time of this many passes counts, as other processes run, too."""
 _BUDGET_S = 0.6
-"""After this time no further pass starts; the first one always does."""
+"""After this time in passes no further one starts; the first one always does."""
 _MANY, _DEAR = 8, 3.0
 """Larger passes are not measured if this many rows take this many times as long as one."""
 
 
-def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> PassTimes:
-    """Time passes after a short text. Their entries in the prefix cache are of no use.
+def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> Steps[PassTimes]:
+    """Time passes after a short text.
 
     Args:
         verifier: warmed up where passes have to be prepared.
@@ -37,8 +38,10 @@ def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> PassTimes:
     stopwatch = _Stopwatch(trial)
     try:
         trial.open(_PROMPT)
+        yield
         trial.verify([])  # a process's first pass takes longer
-        _measure(stopwatch, verifier)
+        yield
+        yield from _measure(stopwatch, verifier)
     except RuntimeFailure as error:
         # It starts all the same, and its requests fail.
         _log.warning("passes were not measured: %s", error)
@@ -48,17 +51,20 @@ def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> PassTimes:
     return PassTimes(chains=stopwatch.chains, trees=stopwatch.trees)
 
 
-def _measure(stopwatch: "_Stopwatch", verifier: Verifier) -> None:
-    ends_at = time.monotonic() + _BUDGET_S
+def _measure(stopwatch: "_Stopwatch", verifier: Verifier) -> Steps[None]:
+    taken_s = 0.0
     shapes = [list(range(rows - 1)) for rows in _CHAINS]
     shapes += [[0] * (rows - 1) for rows in _TREES if verifier.takes_trees]
     for _ in range(_SWEEPS):
         for parents in shapes:
             if len(parents) > verifier.max_draft_tokens or stopwatch.is_too_dear(1 + len(parents)):
                 continue
-            if stopwatch.chains and time.monotonic() >= ends_at:
+            if stopwatch.chains and taken_s >= _BUDGET_S:
                 return
+            began = time.monotonic()
             stopwatch.time(parents)
+            taken_s += time.monotonic() - began
+            yield
 
 
 class _Stopwatch:

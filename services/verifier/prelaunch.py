@@ -23,6 +23,7 @@ from services.mlx.cuda.host_rows import ReadRows, pending
 from services.mlx.cuda.prelaunch_trial import find_doorbell
 from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
 from services.runtime.inbox import Work
+from services.runtime.preparation import Steps
 from services.verifier.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
@@ -237,10 +238,12 @@ class Prelauncher:
             self._bell = None
 
 
-def open_prelauncher(target: TargetModel, send: Callable[[mx.array], ReadRows]) -> Prelauncher:
+def open_prelauncher(
+    target: TargetModel, send: Callable[[mx.array], ReadRows]
+) -> Steps[Prelauncher]:
     """Return a prelauncher for this target, if the device is faster with it."""
     store = target.states.make()
     if not isinstance(store, KVStore):
         return Prelauncher()
-    bell = find_doorbell(target.verify, target.traced, lambda: store.fork(0))
+    bell = yield from find_doorbell(target.verify, target.traced, lambda: store.fork(0))
     return Prelauncher(target.traced, bell, send)

@@ -1,13 +1,19 @@
 """The target as the verifier's passes see it: as a whole, or spread over ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from protocol.errors import ModelError
-from services.batching.packing import find_table, supports_packing, supports_trees
+from services.batching.packing import (
+    enable_packing,
+    find_table,
+    supports_packing,
+    supports_trees,
+)
 from services.batching.slot_table import SlotTable
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
@@ -15,11 +21,13 @@ from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.cuda.attention import attend_table
 from services.mlx.cuda.equip import equip_for_cuda
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
 from services.mlx.tracing.forward_trial import trace_if_faster
 from services.mlx.tracing.traced_forward import FeatureReader, TracedForward
+from services.runtime.preparation import Steps, run_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +42,15 @@ class TargetModel:
     """Creates the states of sequences, for the layers in this process."""
     bucketed: bool
     """As for `KVStore`."""
-    shares_passes: bool
-    """True if several sequences can share a pass."""
-    takes_trees: bool
-    """True if a pass can be over a tree of tokens."""
-    table: SlotTable | None
-    """Slot table for shared passes in which one attention kernel serves all sequences."""
     pipelines: bool
     """True if a pass can start before its token has been read."""
-    traced: TracedForward | None
+    shares_passes: bool = False
+    """True if several sequences can share a pass."""
+    takes_trees: bool = False
+    """True if a pass can be over a tree of tokens."""
+    table: SlotTable | None = None
+    """Slot table for shared passes in which one attention kernel serves all sequences."""
+    traced: TracedForward | None = None
     """Traced passes on a GPU, which would otherwise wait for this process to build them."""
     trial: TrialPasses | None = None
     """How a rank's part tests if a drafter can read it."""
@@ -56,10 +64,11 @@ class TargetModel:
         """
         return self.shares_passes and self.states.way != "replay"
 
-    def read(self, reader: FeatureReader) -> None:
-        """Include this reader's present features in replayed passes."""
+    def read(self, reader: FeatureReader, *, unless: "TargetModel | None" = None) -> None:
+        """Include this reader's present features in replayed passes, but for `unless`'s."""
+        done = (None,) if unless is None else (None, unless.traced, unless.table)
         for traced in (self.traced, self.table):
-            if traced is not None:
+            if traced is not None and traced not in done:
                 traced.read(reader)
 
     def run_alone(self, tokens: mx.array) -> mx.array:
@@ -70,38 +79,106 @@ class TargetModel:
         return logits
 
 
+Improvement = Callable[[TargetModel], Steps[TargetModel]]
+"""Tests what a target can do besides plain passes, and returns it with that."""
+
+
 def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True) -> TargetModel:
-    """Prepare an mlx-lm model for the verifier; changes its layers where that is faster.
+    """Prepare an mlx-lm model for the verifier, all at once.
 
     Args:
         module: the model.
         is_part: True if it is one rank's part, which computes in step with the others.
         may_share_passes: True to test if several sequences can share a pass.
     """
+    target = prepare_plain(module, is_part=is_part)
+    for name, improve in list_improvements():
+        is_wanted = may_share_passes if name == SHARED else not (is_part and name in _WHOLE)
+        target = run_all(improve(target)) if is_wanted else target
+    return target
+
+
+def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
+    """Prepare an mlx-lm model for plain passes; changes its layers where that is faster.
+
+    Arguments as for `prepare`.
+    """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
     if on_cpu and kernel_of(module) is None and (is_part or not equip(module)):
         use_tables(module)
     if bucketed:
-        equip_for_cuda(module)
+        fuse_linears(module)
     states = (
         _find_slots(module, bucketed=bucketed)
         if is_part
         else find_rewinding(module, bucketed=bucketed, whole=kernel_of(module) is not None)
     )
-    shares = may_share_passes and states.rewinds and supports_packing(module, states.make)
-    takes_trees = states.rewinds and not is_part and supports_trees(module, states.make)
+    # Its attention by our kernels from the first pass on, so that later ones have the same bits.
+    with contextlib.suppress(ModelError):
+        enable_packing(module)
     return TargetModel(
         verify=module,
         prefill=fill_only(module),
         states=states,
         bucketed=bucketed,
-        shares_passes=shares,
-        takes_trees=takes_trees,
-        table=_find_table(module, states) if bucketed and shares and not is_part else None,
         # On a CPU the pass and this process would compete for cores.
         pipelines=not on_cpu,
-        traced=None if on_cpu or is_part else _trace(module, states, takes_trees=takes_trees),
     )
+
+
+SHARED = "shared passes"
+_WHOLE = ("trees", "a table", "traces")
+"""What a rank's part does without."""
+
+
+def list_improvements() -> Iterator[tuple[str, Improvement]]:
+    """Yield what can be tested on this device by name, in order."""
+    if compute_unit() == "cuda":
+        yield "kernels", _try_kernels
+    yield SHARED, _try_sharing
+    if compute_unit() == "cuda":
+        yield "a table", _try_table
+    yield "trees", _try_trees
+    if compute_unit() != "cpu":
+        yield "traces", _try_traces
+
+
+def _try_kernels(target: TargetModel) -> Steps[TargetModel]:
+    yield from equip_for_cuda(target.verify)
+    return target
+
+
+def _try_sharing(target: TargetModel) -> Steps[TargetModel]:
+    states = target.states
+    shares = states.rewinds and (yield from supports_packing(target.verify, states.make))
+    return replace(target, shares_passes=shares)
+
+
+def _try_table(target: TargetModel) -> Steps[TargetModel]:
+    """Find a table for shared passes on CUDA, if the model and the kernel support one."""
+    if not target.shares_passes:
+        return target
+    table = yield from find_table(target.verify, target.states.make, attend_table)
+    if table is not None:
+        yield from table.warm_up(target.verify, target.states.make)
+        table.drop_if_empty()
+    return replace(target, table=table)
+
+
+def _try_trees(target: TargetModel) -> Steps[TargetModel]:
+    states = target.states
+    takes = states.rewinds and (yield from supports_trees(target.verify, states.make))
+    return replace(target, takes_trees=takes)
+
+
+def _try_traces(target: TargetModel) -> Steps[TargetModel]:
+    store = target.states.make()
+    if not isinstance(store, KVStore) or any(cache.window is not None for cache in store.caches):
+        return target
+    traced = yield from trace_if_faster(
+        target.verify, lambda: store.fork(0), takes_trees=target.takes_trees
+    )
+    return replace(target, traced=traced)
 
 
 def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
@@ -111,19 +188,3 @@ def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
     except ModelError as error:
         return StateFactory(lambda: KVStore([], bucketed=bucketed), "none", "ranks", str(error))
     return StateFactory(lambda: KVStore(windows, bucketed=bucketed), "slots", "ranks")
-
-
-def _find_table(module: Any, states: StateFactory) -> SlotTable | None:
-    """Return a table for shared passes on CUDA, if the model and the kernel support one."""
-    table = find_table(module, states.make, attend_table)
-    if table is not None:
-        table.warm_up(module, states.make)
-        table.drop_if_empty()
-    return table
-
-
-def _trace(module: Any, states: StateFactory, *, takes_trees: bool) -> TracedForward | None:
-    store = states.make()
-    if not isinstance(store, KVStore) or any(cache.window is not None for cache in store.caches):
-        return None
-    return trace_if_faster(module, lambda: store.fork(0), takes_trees=takes_trees)

@@ -38,11 +38,11 @@ from services.kv.state import SequenceState
 from services.mlx.launching import launch
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
-from services.runtime.sequence_table import SequenceTable
+from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.pass_ahead import PassAhead
-from services.verifier.prelaunch import Choices, Prelauncher, open_prelauncher
+from services.verifier.prelaunch import Choices, Prelauncher
 from services.verifier.sequence import TargetSequence, find_longest_wait
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
@@ -66,44 +66,43 @@ class Verifier:
         prelaunches: bool = False,
     ) -> None:
         self._model, self._folder = model.module, model.folder
-        self._target = target if target is not None else prepare(model.module)
-        self._states = self._target.states
+        self.target = target if target is not None else prepare(model.module)
+        self._states = self.target.states
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
-        whole = self._target.verify is self._model
-        self._features = FeatureSource(self._model, self._target.trial)
+        whole = self.target.verify is self._model
+        self.features = FeatureSource(self._model, self.target.trial)
         self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
-        self._memory = self._reckon(logits=False)
-        self._batcher = self._make_batcher(one_graph=prelaunches)
+        self._memory, memory = self._reckon(logits=False), self._reckon(logits=True)
+        self._batcher = Batcher(self.target.verify, 0, None, self.features.take, memory)
+        self._batcher.one_graph = prelaunches
         self._chunked_prefill = ChunkedPrefill(
-            self._target.prefill,
+            self.target.prefill,
             prefill_step_size,
-            shares=self._target.shares_prompts,
             checkpoints=self._prompts.is_enabled,
             end_ids=model.end_ids,
-            reader=self._features,
+            reader=self.features,
             memory=self._memory,
-            table=self._target.table,
             one_graph=prelaunches,
         )
+        self.use(self.target)
         self._pass_ahead = PassAhead(self._batcher)
-        send = self._features.send
-        self.prelauncher = open_prelauncher(self._target, send) if prelaunches else Prelauncher()
+        self.prelauncher = Prelauncher()
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
-        self.pipelines, self.spare_cores = self._target.pipelines, SpareCores()
+        self.pipelines, self.spare_cores = self.target.pipelines, SpareCores()
 
-    def _make_batcher(self, *, one_graph: bool) -> Batcher:
-        target, rows = self._target, most_rows() if self._target.shares_passes else 0
-        memory = self._reckon(logits=True)
-        batcher = Batcher(target.verify, rows, target.traced, self._features.take, memory)
-        batcher.table, batcher.one_graph = target.table, one_graph
-        return batcher
+    def use(self, target: TargetModel) -> None:
+        """Compute with these abilities and traces from the next pass on; no sequence is open."""
+        self.target, batcher = target, self._batcher
+        batcher.most_rows = most_rows() if target.shares_passes else 0
+        batcher.traced, batcher.table = target.traced, target.table
+        self._chunked_prefill.share(target.table, prompts=target.shares_prompts)
 
     def _reckon(self, *, logits: bool) -> PassMemory | None:
         """Return the memory check for a whole target's passes; cached prefixes give way."""
-        if self._target.verify is not self._model:
+        if self.target.verify is not self._model:
             return None
         return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
 
@@ -122,12 +121,7 @@ class Verifier:
     @property
     def takes_trees(self) -> bool:
         """True if drafts may branch."""
-        return self._target.takes_trees
-
-    @property
-    def rewinding(self) -> str:
-        """How this model rewinds after a rejected draft, in words."""
-        return self._states.description
+        return self.target.takes_trees
 
     def kv_tokens(self, kv_bytes: int) -> KVTokens:
         """Return the tokens of KV for all open sequences in this much memory (`kv.budget`)."""
@@ -144,6 +138,8 @@ class Verifier:
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `work_queue.Service`)."""
         self.prelauncher.on_message(message)
+        if message.sequence != TRIAL_SEQUENCE:
+            self._sequences.pop(TRIAL_SEQUENCE, None)
         match message:
             case OpenSequence():
                 yield from self._open(message)
@@ -174,8 +170,12 @@ class Verifier:
     def _retire(self, number: int) -> None:
         """Drop a sequence, but for the prefix that others may fork."""
         sequence = self._sequences.pop(number, None)
-        if sequence is not None:
+        if sequence is not None and number != TRIAL_SEQUENCE:
             self._keep(sequence)
+
+    def has_open(self, number: int) -> bool:
+        """Return True if this sequence is open."""
+        return number in self._sequences
 
     def retire_all(self) -> None:
         """Drop all sequences, even in the middle of a pass: their committed tokens are kept."""
@@ -194,7 +194,7 @@ class Verifier:
         if self._prompts.is_enabled and isinstance(sequence.state, KVStore):
             sequence.state.leave_table()
         self._prompts.keep(CachedPrefix(sequence.tokens, sequence.state))
-        self._features.keep(sequence)
+        self.features.keep(sequence)
 
     def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
         """Return the sequence, with the part of its prompt that is or will soon be cached."""
@@ -205,7 +205,7 @@ class Verifier:
                 yield
             state = self._fork(message.tokens)
         tokens = message.tokens[: state.length]
-        log = self._features.begin(tokens, self._sequences.values())
+        log = self.features.begin(tokens, self._sequences.values())
         return TargetSequence(state, rule, tokens, features=log)
 
     def expect_s(self) -> float:
@@ -232,7 +232,7 @@ class Verifier:
             self._keep(sequence)  # a repeated request need not start anew
             raise
         self._sequences[message.sequence] = sequence
-        yield from self._features.messages(message.sequence, sequence)
+        yield from self.features.messages(message.sequence, sequence)
         yield Prefilled(
             sequence=message.sequence,
             length=sequence.length,
@@ -242,16 +242,16 @@ class Verifier:
 
     def _read(self, message: ReadTarget) -> Generator[FromService | None]:
         """Send these features from now on, starting with those available."""
-        before = self._features.request
+        before = self.features.request
         try:
-            self._features.configure(message.features, message.number)
+            self.features.configure(message.features, message.number)
         finally:
-            if self._features.request != before:
-                self._target.read(self._features)
+            if self.features.request != before:
+                self.target.read(self.features)
                 for sequence in self._sequences.values():
                     sequence.forget_features()
         for number, sequence in self._sequences.items():
-            yield from self._features.messages(number, sequence)
+            yield from self.features.messages(number, sequence)
 
     def _prefill(
         self, number: int, sequence: TargetSequence, tokens: Tokens
@@ -301,7 +301,7 @@ class Verifier:
             judged = sequence.rule.accept(logits, message, tree, begun)
             self.prelauncher.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
-            read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
+            read = self.features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state is no longer usable
@@ -309,7 +309,7 @@ class Verifier:
         self._record_pass(by)
         sequence.answered_at = self._idle_since
         if read is not None:
-            yield self._features.message(message.sequence, message.position, read)
+            yield self.features.message(message.sequence, message.position, read)
         node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
         return describe_outcome(message, judged, by, node)
 

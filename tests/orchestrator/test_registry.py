@@ -8,7 +8,14 @@ import pytest
 from orchestrator.hang_detector import HangDetector
 from orchestrator.registry import Peer, Registry, handshake_error
 from protocol.decoding.vocabulary import Vocabulary
-from protocol.messages import PROTOCOL_VERSION, Hello, Role
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    PassTimes,
+    PreparationState,
+    Prepared,
+    Role,
+)
 
 TARGET = Vocabulary("f00d", 1000)
 DRAFTER = Hello(
@@ -129,3 +136,15 @@ def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) 
     registry.add(Peer(b"d", DRAFTER))
     assert expected is registry.remove(role, pid)
     assert expected is (registry.find(b"d") is None)
+
+
+def test_what_a_service_has_prepared_replaces_what_its_hello_said() -> None:
+    """It is not work: the first real pass may still take as long as a first one."""
+    registry = Registry(HangDetector(5.0, 60.0))
+    registry.add(Peer(b"v", VERIFIER))
+    times, state = PassTimes(chains={1: 2.0}), PreparationState(done=1, total=2, stage="grammars")
+    registry.on_message(b"v", Prepared(preparation=state, pass_times=times, takes_trees=True))
+    peer = registry.peers["verifier"]
+    assert registry.find(b"v") is peer
+    assert peer.hello == changed(VERIFIER, preparation=state, pass_times=times, takes_trees=True)
+    assert registry.hang_detector.limit_s(b"v") == 60.0

@@ -1,5 +1,7 @@
 """Create a backend by name. Its dependencies are imported only here, on demand."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,13 +11,26 @@ from protocol.settings import DrafterSettings, ReadingWay
 from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
+from services.runtime.preparation import Stage, run_all
 
 if TYPE_CHECKING:
     from services.drafter.backends.mlx_reading import ReadingBackend
 
 
 def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
-    """Create the backend named in the settings and load its model.
+    """Create the backend named in the settings, load its model, and prepare it; see
+    `open_backend`.
+    """
+    backend, stages = open_backend(settings)
+    for stage in stages:
+        run_all(stage.begin())
+    return backend
+
+
+def open_backend(
+    settings: DrafterSettings | DraftServerSettings,
+) -> tuple[DraftBackend, Sequence[Stage]]:
+    """Create the backend named in the settings and load its model; return what it may prepare.
 
     Raises:
         ModelError: the model folder is not usable.
@@ -27,7 +42,7 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
         case "head":
             return _create_head(settings)
         case "coreml":
-            return _create_coreml(settings)
+            return _create_coreml(settings), ()
         case "ngram":
             raise UsageError(
                 "the orchestrator looks up drafts in the prompt by itself: ngram has no drafter"
@@ -38,7 +53,9 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
             raise UsageError("the remote backend drafts on another machine, not on this one")
 
 
-def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+def _create_mlx(
+    settings: DrafterSettings | DraftServerSettings,
+) -> tuple[DraftBackend, Sequence[Stage]]:
     load_blas(settings.threads)
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
@@ -56,10 +73,11 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
-    backend.trace()
-    if unit != "cpu":
-        warm_drafter(backend)
-    return backend
+    if unit == "cpu":
+        return backend, ()
+    kernels = [Stage("kernels", backend.try_kernels)] if unit.startswith("cuda") else []
+    traces = Stage("traces", backend.trace)
+    return backend, [*kernels, traces, Stage("first passes", partial(warm_drafter, backend))]
 
 
 def _reading_backend(way: ReadingWay) -> "type[ReadingBackend]":
@@ -72,7 +90,9 @@ def _reading_backend(way: ReadingWay) -> "type[ReadingBackend]":
     return ReadingBackend
 
 
-def _create_head(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+def _create_head(
+    settings: DrafterSettings | DraftServerSettings,
+) -> tuple[DraftBackend, Sequence[Stage]]:
     load_blas(settings.threads)
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
@@ -88,9 +108,7 @@ def _create_head(settings: DrafterSettings | DraftServerSettings) -> DraftBacken
         unit,
         beside_target=isinstance(settings, DrafterSettings),
     )
-    if unit != "cpu":
-        warm_drafter(backend)
-    return backend
+    return backend, () if unit == "cpu" else [Stage("first passes", partial(warm_drafter, backend))]
 
 
 def _create_coreml(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:

@@ -56,10 +56,12 @@ from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.cuda.attention import fit_chunk
 from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.draft_weights import use_weights
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope
-from services.runtime.sequence_table import SequenceTable, check_rewind
+from services.runtime.preparation import Steps
+from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check_rewind
 from services.sampling.candidates import Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
 
@@ -110,10 +112,14 @@ class MlxBackend:
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
             self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
 
-    def trace(self) -> None:
+    def try_kernels(self) -> Steps[None]:
+        """Let traces use our kernels where that pays."""
+        yield from equip_for_cuda(self._model)
+
+    def trace(self) -> Steps[None]:
         """Trace passes of common shapes; see `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
-            self._batcher.traced = self.ahead.trace(store)
+            self._batcher.traced = yield from self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
         """Optimise the model for this device: rotations, weights, joint products."""
@@ -121,7 +127,7 @@ class MlxBackend:
         if has_rope(self._model) or not is_recurrent(self._model):
             allow_branches(self._model)
         if self._bucketed:
-            equip_for_cuda(self._model)
+            fuse_linears(self._model)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
@@ -222,7 +228,7 @@ class MlxBackend:
     def close(self, sequence: int) -> None:
         """Free the KV, except what another sequence may fork."""
         known = self._sequences.pop(sequence, None)
-        if known is not None:
+        if known is not None and sequence != TRIAL_SEQUENCE:
             self._prompts.keep(CachedPrefix(known.tokens, known.store))
 
     def draft_tree(

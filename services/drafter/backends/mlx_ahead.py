@@ -30,6 +30,7 @@ from services.drafter.backends.mlx_rows import (
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.kv.cache import KVStore
 from services.mlx.launching import launch
+from services.runtime.preparation import Steps
 from services.sampling.candidates import check_shares
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
@@ -65,11 +66,12 @@ class DepthsAhead:
         self.traced: TracedPasses | None = None
         """Passes of the shapes that are replayed."""
 
-    def trace(self, store: KVStore) -> TracedPasses:
+    def trace(self, store: KVStore) -> Steps[TracedPasses]:
         """Test which passes are faster when replayed; `store` is an empty one."""
-        self.traced = TracedPasses(self._model, self._size, self._ids)
-        self.traced.prepare(lambda: store.fork(0))
-        return self.traced
+        traced = TracedPasses(self._model, self._size, self._ids)
+        yield from traced.prepare(lambda: store.fork(0))
+        self.traced = traced
+        return traced
 
     def grow(
         self,

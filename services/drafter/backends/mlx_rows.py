@@ -33,6 +33,7 @@ from services.mlx.tracing.traced_slots import (
     round_to_traced,
     widen,
 )
+from services.runtime.preparation import Steps
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 
@@ -263,13 +264,13 @@ class TracedPasses:
         after = [[layer.keys for layer in layers], [layer.values for layer in layers]]
         return logits, [positions + 1, seen, following], after
 
-    # ------------------------------------------------------------ at load
+    # ------------------------------------------------------------ before use
 
-    def prepare(self, new_store: Callable[[], KVStore]) -> None:
+    def prepare(self, new_store: Callable[[], KVStore]) -> Steps[None]:
         """Trace the passes that are correct and faster here than the model's own."""
         for rows in TRACED_ROWS:
             self._shapes.add(Shape(rows, TRACED_SLOTS[0]))
-            if not self._is_worth_it(rows, new_store):
+            if not (yield from self._is_worth_it(rows, new_store)):
                 self._shapes.discard(Shape(rows, TRACED_SLOTS[0]))
                 continue
             for slots in TRACED_SLOTS:
@@ -277,10 +278,11 @@ class TracedPasses:
                 store = prefill(self._model, new_store, _TRIAL_PROMPT)
                 widen(store, slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
+                yield
                 if slots == TRACED_SLOTS[0]:  # they are the same for any size
-                    self._warm(logits)
+                    yield from self._warm(logits)
 
-    def _warm(self, logits: mx.array) -> None:
+    def _warm(self, logits: mx.array) -> Steps[None]:
         """Compute choices of each kind."""
         for width, sampling in itertools.product(WIDTHS, (_GREEDY, _DRAWN, _FILTERED)):
             rules = mx.array(write_rules(range(len(logits)), sampling))
@@ -288,6 +290,7 @@ class TracedPasses:
             mx.eval(guess(logits, width, self._ids, rules, sampling))
             if sampling is not _FILTERED:
                 mx.eval(self.choose(logits, width, rules, drawn=sampling is _DRAWN))
+            yield
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
         opened = self.open(store, _trial_frame(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
@@ -307,7 +310,7 @@ class TracedPasses:
         mx.eval(logits)
         return logits
 
-    def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> bool:
+    def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> Steps[bool]:
         def open_plain() -> SideBySide:
             store = prefill(self._model, new_store, _TRIAL_PROMPT)
             frame = _trial_frame(store, rows)
@@ -321,7 +324,10 @@ class TracedPasses:
         try:
             # First untraced: kernels that are tested before their first use cannot be tested inside
             # a trace.
-            expected, traced = self.run(open_plain(), rows), self.run(open_traced(), rows)
+            expected = self.run(open_plain(), rows)
+            yield
+            traced = self.run(open_traced(), rows)
+            yield
         # Models can fail to be traced in any way: control flow on values, their own caches.
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
@@ -329,9 +335,10 @@ class TracedPasses:
         what = f"traced depths of {rows} rows"
         if not is_close(what, max(map(measure_distance, expected, traced))):
             return False
-        return is_faster(what, self._time(open_plain, rows), self._time(open_traced, rows))
+        plain_s = yield from self._time(open_plain, rows)
+        return is_faster(what, plain_s, (yield from self._time(open_traced, rows)))
 
-    def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> float:
+    def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> Steps[float]:
         """Return the seconds of a depth in the fastest run."""
         seconds = []
         for _ in range(_TRIALS):
@@ -339,6 +346,7 @@ class TracedPasses:
             began = time.perf_counter()
             self.run(opened, rows)
             seconds.append(time.perf_counter() - began)
+            yield
         return min(seconds) / _TRIAL_DEPTHS
 
 

@@ -13,6 +13,7 @@ from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
 from services.mlx.tracing.trace_trial import measure_distance, time_in_turn
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ Pairs = Sequence[tuple[Any, Any]]
 """Blocks with their kernels."""
 
 
-def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
+def compare(pairs: Pairs, products: KernelProbe) -> Steps[KernelProbe]:
     """Compare these blocks for the numbers of rows that our products serve."""
     block, kernels = pairs[0]
     probe = KernelProbe(kernel="block", shape=f"blocks of {type(block).__module__}")
@@ -55,8 +56,9 @@ def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
             return _refuse(probe, f"of {rows} rows they do not run here: {error}")
         if not distance < _TOLERANCES.get(dtype, min(_TOLERANCES.values())):
             return _refuse(probe, f"of {rows} rows they are {distance:.2g} from MLX's")
+        yield
     timed = min(_TIMED_ROWS, products.most_rows)
-    own_s, mlx_s = _Trial(pairs, timed).time()
+    own_s, mlx_s = yield from _Trial(pairs, timed).time()
     faster = own_s < _SHARE * mlx_s
     _log.info("a block: %.3f ms by our kernels, %.3f ms by MLX", 1e3 * own_s, 1e3 * mlx_s)
     return replace(
@@ -102,11 +104,11 @@ class _Trial:
             for by_mlx, by_us in zip(*results, strict=True)
         )
 
-    def time(self) -> list[float]:
+    def time(self) -> Steps[list[float]]:
         """Return the seconds per block by our kernels and by MLX, run alternately."""
         ways = [self._trace(ours=ours, chained=True) for ours in (True, False)]
         count = _TURNS * len(self._pairs)
-        return [seconds / count for seconds in time_in_turn(ways)]
+        return [seconds / count for seconds in (yield from time_in_turn(ways))]
 
     def _trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
         """Trace the blocks, each over the rows or over the result of the previous block."""

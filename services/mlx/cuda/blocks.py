@@ -31,6 +31,7 @@ from services.mlx.plain_blocks import (
     take_kernels_away,
 )
 from services.mlx.rope import BranchRope
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def _read_speeds(rope: Any) -> tuple[int, mx.array]:
     return rope.dims, rope.scale * mx.power(mx.array(rope.base, mx.float32), -powers)
 
 
-def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
+def use_blocks(model: nn.Module, products: KernelProbe) -> Steps[KernelProbe | None]:
     """Route few rows in traces through our kernels in every supported block.
 
     Replaces the choice of an earlier call.
@@ -167,7 +168,8 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
             _log.info("blocks by MLX: %s", reason)
     if not fit:
         return None
-    found = msgspec.structs.replace(compare(fit[:BLOCKS], products), layers=len(fit))
+    compared = yield from compare(fit[:BLOCKS], products)
+    found = msgspec.structs.replace(compared, layers=len(fit))
     if found.least_rows:
         for block, kernels in fit:
             give_kernels(block, kernels)

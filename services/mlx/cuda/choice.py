@@ -18,6 +18,7 @@ from services.mlx.fused_linear import FusedSlice
 from services.mlx.launching import launch
 from services.mlx.loader import compute_unit
 from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class TracedEmbedding(nn.Embedding):
 _LAYERS_OF_OURS = {nn.Linear: TracedLinear, nn.Embedding: TracedEmbedding}
 
 
-def use_products(model: nn.Module) -> KernelProbe | None:
+def use_products(model: nn.Module) -> Steps[KernelProbe | None]:
     """Use the kernel for a model on CUDA where it is correct and faster; return the measurements.
 
     Replaces the choice of an earlier call. Returns None on other devices, and for models whose
@@ -120,7 +121,7 @@ def use_products(model: nn.Module) -> KernelProbe | None:
     for layer in layers:
         layer.__class__ = _LAYERS_OF_OURS.get(type(layer), type(layer))
         by_shape[layer.weight.shape].append(layer)
-    found = _try_rows([layer for own in by_shape.values() for layer in own[:_LAYERS]])
+    found = yield from _try_rows([layer for own in by_shape.values() for layer in own[:_LAYERS]])
     _use.least_rows, _use.most_rows = found.least_rows, found.most_rows
     name = str(layers[0].weight.dtype).rpartition(".")[2]
     _log.info(
@@ -147,7 +148,7 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
     yield from (layer for layer in different.values() if product.takes(layer.weight, layer.weight))
 
 
-def _try_rows(layers: list[Any]) -> KernelProbe:
+def _try_rows(layers: list[Any]) -> Steps[KernelProbe]:
     """Find the numbers of rows for which the kernel is correct, and faster in total."""
     furthest, reason, slower = 0.0, "", 0
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
@@ -163,8 +164,10 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
         if not distance < _TOLERANCE:
             reason = f"of {rows} rows its result is {distance:.2g} from MLX's"
             break
+        yield
         ways = [partial(_repeat, way, inputs) for way in (ours, by_mlx)]
-        own_ms[rows], mlx_ms[rows] = (1e3 * s / _AHEAD for s in time_in_turn(ways))
+        own_s, mlx_s = yield from time_in_turn(ways)
+        own_ms[rows], mlx_ms[rows] = 1e3 * own_s / _AHEAD, 1e3 * mlx_s / _AHEAD
         slower = 0 if rows == 1 or pays(own_ms[rows], mlx_ms[rows]) else slower + 1
         if slower == _MOST_SLOWER:
             break

@@ -20,6 +20,7 @@ from services.mlx.tracing.traced_forward import (
     TracedForward,
 )
 from services.mlx.tracing.traced_slots import widen
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _WHAT = "passes launched before their tokens are known"
 
 def find_doorbell(
     model: Any, traced: TracedForward | None, new_store: Callable[[], KVStore]
-) -> Doorbell | None:
+) -> Steps[Doorbell | None]:
     """Return a doorbell if passes that wait for one are correct and faster here.
 
     Args:
@@ -49,7 +50,7 @@ def find_doorbell(
         return None
     trial = _Trial(model, traced, new_store, bell)
     try:
-        used = trial.run()
+        used = yield from trial.run()
     # Faults of a device or a driver must show here, and not in an answer.
     except Exception as error:  # noqa: BLE001
         _log.warning("%s: %s: not used", _WHAT, error)
@@ -67,10 +68,11 @@ class _Trial:
         self._stores = [prefill(model, new_store, _PROMPT) for _ in range(2)]
         self._missed = 0
 
-    def run(self) -> bool:
+    def run(self) -> Steps[bool]:
         """Return True if prelaunched passes are to be used."""
         asked_s = [self._ask()[0] for _ in range(_TURNS)]
         _, expected = self._ask()
+        yield
         rung_s, found = self._ring_in_turn()
         if self._missed:
             _log.info("%s: %d of %d were rung too late", _WHAT, self._missed, _TURNS - _SETTLED)
@@ -80,10 +82,10 @@ class _Trial:
         ways = [statistics.median(times[_SETTLED:]) for times in (asked_s, rung_s)]
         if not is_faster(_WHAT, *ways):
             return False
-        self._make_graphs()
+        yield from self._make_graphs()
         return True
 
-    def _make_graphs(self) -> None:
+    def _make_graphs(self) -> Steps[None]:
         """Run a pass of each shape that is traced at load, twice: the first one grows its buffers.
 
         CUDA builds no graph while another pass waits on the device.
@@ -99,6 +101,7 @@ class _Trial:
                 self._bell.ring(pass_.late, _CHAIN, store.frame.start)
                 self._bell.launch(pass_.late.rung, pass_.logits)
                 self._bell.report(mx.argmax(pass_.logits, axis=-1).astype(mx.int32))()
+            yield
 
     def _ask(self) -> tuple[float, mx.array]:
         """Return the seconds of a pass, and its logits; the store is restored."""

@@ -19,6 +19,7 @@ from services.mlx.loader import compute_unit
 from services.mlx.metal import attention, product
 from services.mlx.metal.probe import AttentionKind, probe_attention, probe_product
 from services.mlx.metal.product import Quantised
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class FewRowsEmbedding(nn.QuantizedEmbedding):
 _LAYERS_OF_OURS = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: FewRowsEmbedding}
 
 
-def use_kernels(model: Any, mode: MetalKernels) -> None:
+def use_kernels(model: Any, mode: MetalKernels) -> Steps[None]:
     """Use the kernels in a model on Metal that are correct and faster, or all that are correct.
 
     Replaces the choice of an earlier call. Does nothing on other devices.
@@ -105,7 +106,9 @@ def use_kernels(model: Any, mode: MetalKernels) -> None:
         if type(layer) in _LAYERS_OF_OURS and (own := product.weights_of(layer)) is not None:
             key = (own.weight.shape, own.group_size, own.bits, own.scales.dtype)
             by_shape[key].append((layer, own))
-    _in_use.products = tuple(_use_product(layers) for layers in by_shape.values())
+    for layers in by_shape.values():
+        _in_use.products = (*_in_use.products, _use_product(layers))
+        yield
 
 
 def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:

@@ -18,6 +18,7 @@ from services.mlx.tracing.traced_forward import (
     Singles,
     TracedForward,
 )
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def place_tree(store: KVStore) -> None:
 
 def trace_if_faster(
     model: Any, new_store: Callable[[], KVStore], *, takes_trees: bool = False
-) -> TracedForward | None:
+) -> Steps[TracedForward | None]:
     """Return a traced forward for this model, or None where it is wrong or not faster here.
 
     Args:
@@ -66,19 +67,21 @@ def trace_if_faster(
         takes_trees: True if trees are verified, and so need their own traces.
     """
     traced = TracedForward(model)
-    if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
+    if not (yield from _is_worth_it(model, traced, new_store, place_chain, "chains")):
         return None
-    alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
-    ahead = alone and _is_worth_it_ahead(model, traced, new_store)
+    alone = yield from _is_worth_it(model, traced, new_store, place_single, "single tokens")
+    ahead = alone and (yield from _is_worth_it_ahead(model, traced, new_store))
     traced.singles = Singles(awaited=alone, ahead=ahead)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
-    if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
-        traced.tree_rows = drop_slow(_time_trees(model, traced, new_store))
+            yield
+    if takes_trees and (yield from _is_worth_it(model, traced, new_store, place_tree, "trees")):
+        traced.tree_rows = drop_slow((yield from _time_trees(model, traced, new_store)))
         for slots in TRACED_SLOTS:
             for rows in traced.tree_rows:
                 traced.prepare_tree(rows, slots, new_store)
+                yield
     return traced
 
 
@@ -93,7 +96,7 @@ def drop_slow(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 def _time_trees(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
-) -> dict[int, float]:
+) -> Steps[dict[int, float]]:
     """Return the seconds of replays by their rows."""
 
     def place(rows: int, store: KVStore) -> None:
@@ -106,13 +109,15 @@ def _time_trees(
 
     store = prefill(model, new_store, _TRIAL_PROMPT)
     ways = [partial(_try_pass, run, store, partial(place, rows)) for rows in TREE_ROWS]
-    found = dict(zip(TREE_ROWS, time_in_turn(ways), strict=True))
+    found = dict(zip(TREE_ROWS, (yield from time_in_turn(ways)), strict=True))
     times = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in found.items())
     _log.info("traced trees by their rows, in ms: %s", times)
     return found
 
 
-def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
+def _is_worth_it_ahead(
+    model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
+) -> Steps[bool]:
     """Return True if replays of single tokens that begin ahead of the last one are faster."""
 
     def begin(forward: Forward, store: KVStore) -> mx.array:
@@ -128,7 +133,7 @@ def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[]
         partial(begin, forward, prefill(model, new_store, _LONGER_PROMPT))
         for forward in (partial(_call, model), partial(traced, ahead=True))
     ]
-    own_s, replayed_s = time_in_turn(ways)
+    own_s, replayed_s = yield from time_in_turn(ways)
     return is_faster("traced single tokens that begin ahead", own_s, replayed_s, _SHARE_AHEAD)
 
 
@@ -139,7 +144,7 @@ def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
 
 def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
-) -> bool:
+) -> Steps[bool]:
     """Return True if replays of the frame from `place` are correct, and faster than the forward."""
     own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
@@ -147,8 +152,10 @@ def _is_worth_it(
         return False
     other.trim(_TRIAL_PROMPT)
     call = partial(_call, model)
-    return is_worth_it(
-        what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
+    return (
+        yield from is_worth_it(
+            what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
+        )
     )
 
 

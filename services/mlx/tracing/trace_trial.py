@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.kv.cache import KVStore
+from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStor
     return store
 
 
-def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
+def is_worth_it(what: str, own: Pass, replayed: Pass) -> Steps[bool]:
     """Return True if replays have the model's own logits, in less time.
 
     Args:
@@ -39,13 +40,17 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
         replayed: by a trace, which its first call makes.
     """
     try:
-        distances = [_compare(own, replayed) for _ in range(2)]
+        first = _compare(own, replayed)
+        yield
+        distances = [first, _compare(own, replayed)]
     # Models can fail to be traced in any way: control flow on values, their own caches.
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
         return False
     traced = f"traced {what}"
-    return is_close(traced, max(distances)) and is_faster(traced, *time_in_turn([own, replayed]))
+    if not is_close(traced, max(distances)):
+        return False
+    return is_faster(traced, *(yield from time_in_turn([own, replayed])))
 
 
 def _compare(own: Pass, replayed: Pass) -> float:
@@ -97,7 +102,10 @@ def _time(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def time_in_turn(runs: Sequence[Callable[[], Any]]) -> list[float]:
+def time_in_turn(runs: Sequence[Callable[[], Any]]) -> Steps[list[float]]:
     """Return the seconds of the fastest pass of each, run in turn; the first ones do not count."""
-    times = [[_time(run) for run in runs] for _ in range(_TURNS + 1)]
+    times = []
+    for _ in range(_TURNS + 1):
+        times.append([_time(run) for run in runs])
+        yield
     return [min(own) for own in zip(*times[1:], strict=True)]

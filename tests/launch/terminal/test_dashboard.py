@@ -4,10 +4,13 @@ from rich.console import Console
 
 from launch.stack.snapshot import StackSnapshot
 from launch.terminal.dashboard import draw
-from protocol.messages import RankStatus, ServiceStatus, Status
+from protocol.messages import PreparationState, RankStatus, ServiceStatus, Status
 
 
-def drawn(ranks: list[RankStatus]) -> str:
+def drawn(
+    ranks: list[RankStatus],
+    preparation: PreparationState = PreparationState(),  # noqa: B008
+) -> str:
     """The picture of a stack whose verifier has these ranks."""
     verifier = ServiceStatus(
         role="verifier",
@@ -17,6 +20,7 @@ def drawn(ranks: list[RankStatus]) -> str:
         compute_unit="gpu",
         context_length=0,
         ranks=ranks,
+        preparation=preparation,
     )
     snapshot = StackSnapshot(
         name="default",
@@ -54,3 +58,11 @@ def test_ranks_are_shown_with_their_links() -> None:
 def test_a_verifier_of_one_process_has_no_such_table() -> None:
     """Nothing about ranks where there are none."""
     assert "ranks" not in drawn([])
+
+
+def test_what_is_still_prepared_is_shown() -> None:
+    """Until it is done."""
+    left = PreparationState(done=3, total=8, stage="traces")
+    shown = " ".join(drawn([], left).split())
+    assert "the verifier prepares traces between requests: 3 of 8 stages done" in shown
+    assert "prepares" not in drawn([], PreparationState(done=8, total=8))

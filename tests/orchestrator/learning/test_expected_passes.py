@@ -141,6 +141,19 @@ def test_another_drafter_leaves_them_and_another_verifier_brings_its_own() -> No
     assert known.verify_latency.of(8) == STEEP[8]
 
 
+def test_times_that_are_not_measured_yet_change_nothing() -> None:
+    """A restarted verifier says Hello before it times passes; another one has none so far."""
+    known = CostModel()
+    known.on_hello(service("verifier", "large"))
+    assert not known.plain_latency.is_known
+    known.expect_passes(PassTimes(chains=FLAT))
+    assert known.plain_latency.of(8) == FLAT[8]
+    known.on_hello(service("verifier", "large"))
+    assert known.plain_latency.of(8) == FLAT[8]
+    known.on_hello(service("verifier", "other"))
+    assert not known.plain_latency.is_known
+
+
 def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
     """There further branches cost little; on a CPU, and on the Neural Engine, each costs time."""
     known, branches = CostModel(), dict[str, int]()

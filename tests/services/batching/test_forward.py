@@ -26,6 +26,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
@@ -161,7 +162,8 @@ def test_models_are_tried_out(family: str) -> None:
     """Sequences share a pass wherever attention is mlx-lm's own and can be rewound."""
     module = load(tiny_folder(family)).module
     if family in SLOTTED:
-        shares = supports_packing(module, lambda: KVStore(windows_of(module), bucketed=False))
+        windows = windows_of(module)
+        shares = run_all(supports_packing(module, lambda: KVStore(windows, bucketed=False)))
         assert shares == (family not in ALONE)
 
 
@@ -171,7 +173,7 @@ class Model:
     def __init__(self) -> None:
         self.module: Any = load(tiny_folder("llama")).module
         self.windows = windows_of(self.module)
-        assert supports_packing(self.module, self.store)
+        assert run_all(supports_packing(self.module, self.store))
         self.calls: list[int] = []
         self.broken: Callable[[Tokens], bool] = lambda tokens: False
 

@@ -21,6 +21,7 @@ from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from tests.services.mlx.cuda.host import move_rows
 from tests.support.reference import tiny_folder
 
@@ -327,7 +328,7 @@ def test_a_table_computes_passes_beforehand() -> None:
     def make() -> KVStore:
         return KVStore(windows, bucketed=False)
 
-    table = find_table(module, make, attend_gathered)
+    table = run_all(find_table(module, make, attend_gathered))
     assert table is not None
     sizes: set[int] = set()
 
@@ -335,7 +336,7 @@ def test_a_table_computes_passes_beforehand() -> None:
         sizes.add(tokens.shape[1])
         return module(tokens, cache=cache)
 
-    table.warm_up(counted, make)
+    run_all(table.warm_up(counted, make))
     assert {2, 4, 8, 16, 32, 64} < sizes
     assert not any(map(table._sits, range(len(table._taken))))
 
@@ -350,5 +351,5 @@ def test_a_model_that_works_with_a_table_is_found_out() -> None:
     def broken(*arguments: Any) -> mx.array:
         return 2.0 * attend_gathered(*arguments)
 
-    assert find_table(module, make, attend_gathered)
-    assert not find_table(module, make, broken)
+    assert run_all(find_table(module, make, attend_gathered))
+    assert not run_all(find_table(module, make, broken))

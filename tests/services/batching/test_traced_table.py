@@ -13,6 +13,7 @@ from services.batching.table_cache import attend_gathered
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.tracing import trace_trial
+from services.runtime.preparation import run_all
 from tests.support.reference import tiny_folder
 
 pytestmark = pytest.mark.skipif(
@@ -42,10 +43,10 @@ def warm_table(
     def make() -> KVStore:
         return KVStore(windows, bucketed=False)
 
-    table = find_table(module, make, attend_gathered)
+    table = run_all(find_table(module, make, attend_gathered))
     assert table is not None
     model = Counted(module, change)
-    table.warm_up(model, make)
+    run_all(table.warm_up(model, make))
     return table, model, make
 
 

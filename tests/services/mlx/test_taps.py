@@ -30,6 +30,21 @@ def test_a_tap_catches_what_the_layer_returns(family: str, tmp_path: Path) -> No
     assert not hasattr(model.layers[0], "tap")
 
 
+def test_taps_may_be_lifted(tmp_path: Path) -> None:
+    """Meanwhile layers have their own classes; one that they get then is tapped afterwards."""
+    model = load(write_tiny_model(tmp_path, "llama")).module
+    plain = type(model.layers[1])
+    taps = Taps(model, [1])
+    other = type("Other", (plain,), {})
+    with taps.lift():
+        assert type(model.layers[1]) is plain
+        model.layers[1].__class__ = other
+    model(TOKENS)
+    assert len(taps.take()) == 1
+    taps.remove()
+    assert type(model.layers[1]) is other
+
+
 def test_states_are_taken_once(tmp_path: Path) -> None:
     """Features of a run that has not happened are refused."""
     model = load(write_tiny_model(tmp_path, "llama")).module

@@ -13,6 +13,7 @@ from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcom
 from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from services.runtime.warmup import warm_drafter, warm_verifier
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
@@ -50,7 +51,7 @@ def test_a_warm_verifier_has_seen_all_lengths_and_is_as_before(family: str) -> N
     model = load(tiny_folder(family))
     verifier = Verifier(model._replace(module=Counting(model.module)), 512)
     seen.clear()
-    warm_verifier(verifier)
+    run_all(warm_verifier(verifier))
     longest = 9 if verifier.max_draft_tokens else 1
     assert set(range(1, longest + 1)) <= set(seen)
     if verifier.takes_trees:
@@ -68,7 +69,7 @@ def test_a_warm_drafter_prepares_what_a_cold_one_does() -> None:
         yield from backend.prepare(1, [23, 24], [3, 3], 2, RoundOptions(1))
 
     warm, cold = (MlxBackend(tiny_folder("llama"), 512) for _ in range(2))
-    warm_drafter(warm)
+    run_all(warm_drafter(warm))
     assert [layer.tokens for layer in layers(warm)] == [layer.tokens for layer in layers(cold)]
 
 
@@ -77,14 +78,14 @@ def test_a_broken_model_is_left_to_its_requests(tmp_path: Path) -> None:
     folder = poison(write_tiny_model(tmp_path / "m", "llama"))
     with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
         backend = MlxBackend(folder, 512)
-    warm_drafter(backend)
+    run_all(warm_drafter(backend))
     for _ in backend.open(1, PROMPT, Sampling()):
         pass
     with pytest.raises(NotNumbers, match="drafter"):
         list(backend.prepare(1, [23], [2], 2))
     with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
         verifier = Verifier(load(folder), 512)
-    warm_verifier(verifier)
+    run_all(warm_verifier(verifier))
     assert not verifier._sequences
     list(verifier.handle(OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())))
     with pytest.raises(NotNumbers, match="target"):

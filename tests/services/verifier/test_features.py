@@ -33,6 +33,7 @@ from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
+from services.runtime.preparation import run_all
 from services.verifier.feature_log import FeatureLog
 from services.verifier.prelaunch import Prelauncher
 from services.verifier.target_model import TargetModel
@@ -66,7 +67,7 @@ def replaying_verifier() -> Verifier:
     for rows in (1, 3):
         traced.prepare(rows, 256, make)
     traced.prepare_tree(8, 256, make)
-    table = find_table(model, states.make, attend_gathered)
+    table = run_all(find_table(model, states.make, attend_gathered))
     assert table is not None
     table._traced = TracedTable(model, attend_gathered)
     target = TargetModel(
@@ -101,13 +102,13 @@ class LateRows(SentRows):
 def prelaunching_verifier() -> Verifier:
     """Its passes are launched before their tokens are known, those behind trees too."""
     verifier = replaying_verifier()
-    traced = verifier._target.traced
+    traced = verifier.target.traced
     assert traced is not None
     traced.tree_rows = (8,)
     verifier.prelauncher = Prelauncher(traced, FakeDoorbell(), LateRows)
     verifier.prelauncher._moved = 0.0
     host: Any = SimpleNamespace(send=LateRows)
-    verifier._features._host = host
+    verifier.features._host = host
     return verifier
 
 
@@ -172,10 +173,10 @@ def test_a_prompt_and_what_is_committed(new: New) -> None:
 def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
     """Where what is read comes by itself; an array would have to be waited for."""
     waiting = replaying_verifier()
-    waiting._features._host = None
+    waiting.features._host = None
     for verifier, rung in ((prelaunching_verifier(), 2), (waiting, 0)):
         bell = FakeDoorbell()
-        verifier.prelauncher._bell, verifier.prelauncher._traced = bell, verifier._target.traced
+        verifier.prelauncher._bell, verifier.prelauncher._traced = bell, verifier.target.traced
         open_sequence(verifier, PROMPT)
         position = len(PROMPT)
         for number in range(3):

@@ -133,7 +133,7 @@ def test_each_has_the_tokens_that_it_has_alone(family: str, *, table: bool) -> N
         crowd.ask(number, granted=11)
     crowd.settle()
     assert [len(crowd.answer(number)) for number in (1, 2, 3)] == [12] * 3
-    if crowd.verifier._target.shares_passes and crowd.verifier._target.states.way == "slots":
+    if crowd.verifier.target.shares_passes and crowd.verifier.target.states.way == "slots":
         assert crowd.ahead == [3] * 11
     else:
         assert crowd.ahead == []

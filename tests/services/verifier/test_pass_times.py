@@ -6,7 +6,10 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from protocol.errors import OutOfMemory
+from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
+from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from services.verifier import pass_times
 from services.verifier.pass_times import measure_passes
 from services.verifier.verifier import Verifier
@@ -25,7 +28,7 @@ def test_passes_that_the_target_can_verify_are_measured(
     monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 60.0)
     monkeypatch.setattr("services.verifier.pass_times._DEAR", 1e6)
     verifier = Verifier(load(tiny_folder(family)), 512)
-    times = measure_passes(verifier, drafter_idle=drafter_idle)
+    times = run_all(measure_passes(verifier, drafter_idle=drafter_idle))
     most = verifier.max_draft_tokens + 1
     assert set(times.chains) == {rows for rows in pass_times._CHAINS if rows <= most}
     assert set(times.trees) == set(pass_times._TREES if verifier.takes_trees else ())
@@ -36,7 +39,7 @@ def test_passes_that_the_target_can_verify_are_measured(
 def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the time is over no further pass begins."""
     monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 0.0)
-    times = measure_passes(Verifier(load(tiny_folder("llama")), 512), drafter_idle=True)
+    times = run_all(measure_passes(Verifier(load(tiny_folder("llama")), 512), drafter_idle=True))
     assert list(times.chains) == [1]
     assert not times.trees
 
@@ -44,7 +47,7 @@ def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_broken_target_is_left_to_its_requests(tmp_path: Path) -> None:
     """Its logits are NaN: it starts all the same."""
     verifier = Verifier(load(poison(write_tiny_model(tmp_path / "m", "llama"))), 512)
-    assert not measure_passes(verifier, drafter_idle=True).chains
+    assert not run_all(measure_passes(verifier, drafter_idle=True)).chains
     assert not verifier._sequences
 
 
@@ -56,7 +59,25 @@ def test_a_target_that_has_no_room_is_left_to_its_requests(monkeypatch: pytest.M
         raise OutOfMemory("there is none left")
 
     monkeypatch.setattr(verifier, "_open", refuse)
-    assert not measure_passes(verifier, drafter_idle=True).chains
+    assert not run_all(measure_passes(verifier, drafter_idle=True)).chains
+
+
+def test_a_request_may_come_between_two_passes() -> None:
+    """It finds nothing of the text that passes are timed with, and these go on after it."""
+    prompts = PrefixCache(4, 1 << 30)
+    verifier = Verifier(load(tiny_folder("llama")), 512, prompts)
+    steps, request = measure_passes(verifier, drafter_idle=True), [*pass_times._PROMPT, 5]
+    for number in range(1, 5):
+        next(steps)
+        opening = OpenSequence(sequence=number, tokens=request, sampling=Sampling())
+        [answer] = [one for one in verifier.handle(opening) if one is not None]
+        assert isinstance(answer, Prefilled)
+        assert answer.cached == (0 if number == 1 else len(request))
+        assert list(verifier._sequences) == [number]
+        list(verifier.handle(CloseSequence(sequence=number)))
+    assert run_all(steps).chains
+    assert [held.tokens for held in prompts.kept] == [request]
+    assert not verifier._sequences
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from services.mlx.cuda.kernel import LANES, build
 from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
+from services.runtime.preparation import run_all
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,8 @@ def _works(dtype: mx.Dtype, width: int) -> bool:
         if not distance < _TOLERANCE:
             _log.warning("the kernel for the best logits is %.2g from sorting", distance)
             return False
-        sorting, ours = time_in_turn(
-            [partial(sort_best, rows, width), partial(launch, rows, width)]
-        )
+        ways = [partial(sort_best, rows, width), partial(launch, rows, width)]
+        sorting, ours = run_all(time_in_turn(ways))
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the kernel for the best logits does not run here: %s", error)
         return False

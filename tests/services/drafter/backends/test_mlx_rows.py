@@ -21,6 +21,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
 from services.mlx.loader import load
 from services.mlx.tracing import trace_trial
+from services.runtime.preparation import run_all
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 from services.verifier.verifier import Verifier
@@ -43,7 +44,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
         patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 32)),
     ):
-        backend.trace()
+        run_all(backend.trace())
     assert backend.ahead is not None
     assert backend.ahead.traced is not None
     return backend.ahead.traced
@@ -224,7 +225,7 @@ def test_windows_are_not_traced(family: str, caplog: pytest.LogCaptureFixture) -
 
 def test_a_cpu_traces_nothing() -> None:
     backend = as_on_a_cpu(tiny_folder("llama"))
-    backend.trace()
+    run_all(backend.trace())
     assert backend.ahead is None
 
 

@@ -15,6 +15,7 @@ from services.kernels.cpu.program import SETS, find_program
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.taps import Taps
+from services.runtime.preparation import run_all
 from tests.support.reference import for_the_cpu, reference, tiny_folder
 
 pytestmark = [
@@ -83,7 +84,7 @@ def test_a_row_has_the_same_bits_in_any_company(family: str) -> None:
 def test_sequences_that_share_a_pass_change_no_bit(family: str) -> None:
     """Each gets what it gets alone."""
     module = model(family)
-    assert supports_packing(module, lambda: begun(module, []))
+    assert run_all(supports_packing(module, lambda: begun(module, [])))
     stores = [begun(module), begun(module, PROMPT[:7])]
     for store in stores:
         store.chain(3)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import block_trial, blocks, choice, product
 from services.mlx.cuda.blocks import BlockKernels, serves_any_length
 from services.mlx.cuda.choice import in_trace, use_products
@@ -21,12 +22,20 @@ from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
 from services.mlx.rope import allow_branches
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
+from services.runtime.preparation import run_all
+from tests.services.runtime.steps import at_once
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
 SLOTS = 64
 POSITIONS = [9, 10, 10]
 """Of rows side by side: two follow the same one."""
+
+
+def equip(module: Any) -> list[KernelProbe]:
+    """As a model is prepared on CUDA."""
+    fuse_linears(module)
+    return run_all(equip_for_cuda(module))
 
 
 class Kernels:
@@ -86,7 +95,7 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
     monkeypatch.setattr(choice, "_use", choice._Use())
     for home in (choice, block_trial):
-        monkeypatch.setattr(home, "time_in_turn", lambda _: [1.0, 2.0])
+        monkeypatch.setattr(home, "time_in_turn", lambda _: at_once([1.0, 2.0]))
     return kernels
 
 
@@ -133,7 +142,7 @@ def test_blocks_of_a_trace_go_through_the_kernels(
     module = load(tiny_folder(family)).module
     allow_branches(module)
     expected = run(module, [5, 6, 7], 9, positions)
-    probes = {probe.kernel: probe for probe in equip_for_cuda(module)}
+    probes = {probe.kernel: probe for probe in equip(module)}
     assert (probes["block"].least_rows, probes["block"].most_rows) == (1, 64)
     assert probes["block"].layers == len(module.model.layers)
     kernels.calls.clear()
@@ -148,7 +157,7 @@ def test_blocks_of_a_trace_go_through_the_kernels(
 
 
 def probe_of(module: Any) -> Any:
-    return next((probe for probe in equip_for_cuda(module) if probe.kernel == "block"), None)
+    return next((probe for probe in equip(module) if probe.kernel == "block"), None)
 
 
 def test_what_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +175,7 @@ def test_what_is_slower_is_not_used(
 ) -> None:
     """But what scatters is."""
     module = load(tiny_folder("llama")).module
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [own, 1.0])
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([own, 1.0]))
     probe = probe_of(module)
     expected = (1, "") if used else (0, "they are slower than MLX's")
     assert (probe.least_rows, probe.reason) == expected
@@ -176,9 +185,9 @@ def test_what_is_slower_is_not_used(
 def test_without_our_products_there_are_no_blocks(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "time_in_turn", lambda _: [1.0, 1.0])
+    monkeypatch.setattr(choice, "time_in_turn", lambda _: at_once([1.0, 1.0]))
     module = load(tiny_folder("llama")).module
-    [products] = equip_for_cuda(module)
+    [products] = equip(module)
     assert (products.kernel, products.least_rows) == ("product", 0)
 
 
@@ -195,7 +204,7 @@ def test_a_second_call_takes_the_place_of_the_first(
         assert serves_any_length(module) is attends
     assert probe_of(module).least_rows == 1
     assert [type(layer) for layer in module.model.layers] == kinds
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [2.0, 1.0])
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([2.0, 1.0]))
     assert probe_of(module).least_rows == 0
     assert [type(layer) for layer in module.model.layers] == plain
     monkeypatch.setattr(blocks, "attends_any_length", lambda *_: True)
@@ -237,7 +246,7 @@ def test_the_kernels_compute_what_mlx_does(
     lists = [[5 + at for at in range(count)] for count in counts]
     expected = [run(module, tokens, 9, positions).astype(mx.float32) for tokens in lists]
     fuse_linears(module)
-    assert use_products(module) is not None
+    assert run_all(use_products(module)) is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "_use", choice._Use(least_rows=1, most_rows=64))
         for layer in module.model.layers:

@@ -16,7 +16,6 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx.cuda import blocks, choice, kv_rows
 from services.mlx.cuda.blocks import BlockKernels, can_write_in_place
 from services.mlx.cuda.choice import in_trace, use_products
-from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.cuda.kv_rows import InPlace, KVBuffers, find_written, wait_for, writes_in_place
 from services.mlx.cuda.rotate import Heads
 from services.mlx.fused_linear import fuse_linears
@@ -24,8 +23,9 @@ from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
 from services.mlx.tracing.traced_forward import TracedForward
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
+from services.runtime.preparation import run_all
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel, write_rows
-from tests.services.mlx.cuda.test_blocks import Kernels, install
+from tests.services.mlx.cuda.test_blocks import Kernels, equip, install
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
@@ -119,7 +119,7 @@ def test_a_pass_that_writes_in_place_sees_its_own_rows(
 
     monkeypatch.setattr(blocks, "rotate_into", rotate_into)
     if ours:
-        equip_for_cuda(module)
+        equip(module)
     assert can_write_in_place(module) is ours
     with in_trace():
         found, written = run_rows(module, owned=True)
@@ -158,7 +158,7 @@ class OnDevice:
         enable_packing(module)
         self.plain = module
         fuse_linears(module)
-        assert use_products(module) is not None
+        assert run_all(use_products(module)) is not None
         choice._use = choice._Use(least_rows=1, most_rows=most_rows)
         for layer in module.model.layers:
             give_kernels(layer, BlockKernels(layer))

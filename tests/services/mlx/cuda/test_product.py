@@ -18,8 +18,10 @@ from services.mlx.cuda import choice, product
 from services.mlx.cuda.choice import in_trace, serving, use_products
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from services.tools import kernel_report
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
+from tests.services.runtime.steps import at_once
 from tests.support.reference import tiny_folder
 
 SHAPES = [(1, 1, 8, 0), (2, 2, 4, 0), (1, 2, 4, 1), (4, 2, 4, 1)]
@@ -104,7 +106,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Products]:
         ms = 1e-3 * choice._AHEAD  # so many of them
         times = iter([(ms * shares.get(rows, 0.5), ms) for rows in choice._ROWS])
         monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
-        monkeypatch.setattr(choice, "time_in_turn", lambda _: next(times))
+        monkeypatch.setattr(choice, "time_in_turn", lambda _: at_once(next(times)))
         monkeypatch.setattr(product, "multiply", products)
         monkeypatch.setattr(product, "TYPES", (mx.float32,))
         return products
@@ -148,7 +150,7 @@ def test_it_serves_as_many_rows_as_it_is_faster_for(
 ) -> None:
     """Single rows as well if it is as fast: they have the bits of several then."""
     on_cuda(shares)
-    found = use_products(model_of())
+    found = run_all(use_products(model_of()))
     assert found is not None
     assert (found.most_rows, found.least_rows) == (most, least)
     assert ("faster" in found.reason) is (most < 64)
@@ -156,7 +158,7 @@ def test_it_serves_as_many_rows_as_it_is_faster_for(
 
 def test_more_rows_are_not_tried_behind_two_that_lose(on_cuda: OnCuda) -> None:
     on_cuda({4: 1.1, 16: 0.98, 32: 1.2})
-    found = use_products(model_of())
+    found = run_all(use_products(model_of()))
     assert found is not None
     assert list(found.own_ms) == [1, 2, 4, 8, 16, 32]
 
@@ -172,7 +174,7 @@ def test_what_is_wrong_or_does_not_run_is_not_used(
     on_cuda: OnCuda, how: dict[str, Any], most: int, reason: str
 ) -> None:
     on_cuda({}, **how)
-    found = use_products(model_of())
+    found = run_all(use_products(model_of()))
     assert found is not None
     assert found.most_rows == most
     assert found.reason.startswith(reason)
@@ -189,7 +191,7 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
     products = on_cuda({16: 1.1, 32: 1.1})
     tokens = mx.array([[5, 6, 7]])
     expected = np.array(module(tokens))
-    assert use_products(module) is not None
+    assert run_all(use_products(module)) is not None
     products.rows.clear()
     np.testing.assert_allclose(np.array(module(tokens)), expected, atol=1e-5)
     assert products.rows == []
@@ -209,7 +211,7 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
 def test_what_serves_is_changed_for_a_while_only(on_cuda: OnCuda) -> None:
     module = model_of()
     products = on_cuda({})
-    assert use_products(module) is not None
+    assert run_all(use_products(module)) is not None
     tokens = mx.array([[5, 6, 7]])
     for ours in (True, False, True):
         products.rows.clear()
@@ -222,7 +224,7 @@ def test_a_single_row_stays_with_mlx_where_that_is_faster(on_cuda: OnCuda) -> No
     module = model_of()
     fuse_linears(module)
     products = on_cuda({1: 1.1})
-    assert use_products(module) is not None
+    assert run_all(use_products(module)) is not None
     products.rows.clear()
     with in_trace():
         mx.eval(module(mx.array([[5]])))
@@ -233,7 +235,7 @@ def test_a_tied_head_goes_through_it(on_cuda: OnCuda) -> None:
     embedding = nn.Embedding(288, 64)
     module = nn.Sequential(embedding)
     products = on_cuda({})
-    use_products(module)
+    run_all(use_products(module))
     products.rows.clear()
     x = mx.random.normal((1, 3, 64), key=mx.random.key(0))
     with in_trace():
@@ -277,7 +279,7 @@ def test_elsewhere_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "compute_unit", lambda: "metal")
     module = model_of()
     kinds = [type(one) for one in module.modules()]
-    assert use_products(module) is None
+    assert run_all(use_products(module)) is None
     assert [type(one) for one in module.modules()] == kinds
 
 

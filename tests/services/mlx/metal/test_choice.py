@@ -16,6 +16,7 @@ from services.mlx.loader import compute_unit
 from services.mlx.metal import attention, choice, probe, product
 from services.mlx.metal.choice import FewRowsEmbedding, FewRowsLinear, use_kernels
 from services.mlx.metal.probe import choose_rows
+from services.runtime.preparation import run_all
 from services.tools import kernel_report
 from tests.services.mlx.metal.host import HostMetal
 from tests.support.tiny_models import write_tiny_model
@@ -71,7 +72,7 @@ def _mute(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_verification_has_the_bits_of_plain_decoding(mac: HostMetal, model: Any) -> None:
     """Five rows at once and one by one, through every product and attention of a model."""
     by_mlx = _logits(model, [5])
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     tried = len(mac.launches)
     assert _our_layers(model) == 8
     together = _logits(model, [5])
@@ -93,9 +94,9 @@ def test_the_kernels_can_be_left_again(
     _mute(monkeypatch)
     before = _logits(model, [5])
     names = dict(nn.utils.tree_flatten(model.parameters())).keys()
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     assert dict(nn.utils.tree_flatten(model.parameters())).keys() == names
-    use_kernels(model, "off")
+    run_all(use_kernels(model, "off"))
     launched = len(mac.launches)
     assert mx.array_equal(_logits(model, [5]), before).item()
     assert not _our_layers(model)
@@ -105,7 +106,7 @@ def test_the_kernels_can_be_left_again(
 
 def test_many_rows_go_to_mlx(mac: HostMetal, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _mute(monkeypatch)
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     launched = len(mac.launches)
     model(mx.ones((1, 17), mx.int32))
     assert len(mac.launches) == launched
@@ -131,7 +132,7 @@ def test_a_single_row_can_stay_mlx_own(
 ) -> None:
     _mute(monkeypatch)
     monkeypatch.setattr(probe, "choose_rows", lambda own, mlx: (2, "slow"))
-    use_kernels(model, "auto")
+    run_all(use_kernels(model, "auto"))
     launched = len(mac.launches)
     _logits(model, [1, 1])
     assert len(mac.launches) == launched
@@ -145,12 +146,12 @@ def test_slower_kernels_are_not_used(
     """As fast is not faster; what is asked for by a setting is used all the same."""
     _mute(monkeypatch)
     with caplog.at_level(logging.INFO):
-        use_kernels(model, "auto")
+        run_all(use_kernels(model, "auto"))
     said = "not used: it is not faster than MLX's; 1, 2, 4, 8, 16 rows take 1.00, 1.00, "
     assert said in caplog.text
     assert not _our_layers(model)
     assert [found.least_rows for found in choice.report().probes] == [0] * 2
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     assert _our_layers(model) == 8
 
 
@@ -173,7 +174,7 @@ def test_what_is_wrong_or_does_not_run_is_not_used(
     _mute(monkeypatch)
     monkeypatch.setattr(product, "multiply", multiply)
     with caplog.at_level(logging.WARNING):
-        use_kernels(model, "on")
+        run_all(use_kernels(model, "on"))
     assert not _our_layers(model)
     said = {
         "wrong": "its result is 0.1 from MLX's",
@@ -189,7 +190,7 @@ def test_attention_that_is_wrong_is_not_used(
 ) -> None:
     right = attention.attend
     monkeypatch.setattr(attention, "attend", lambda *call: 1.1 * right(*call))
-    use_kernels(nn.Module(), "on")
+    run_all(use_kernels(nn.Module(), "on"))
     _logits(model, [3, 2])
     attentions = choice.report().probes
     assert [found.least_rows for found in attentions] == [0]
@@ -202,18 +203,18 @@ def test_gpus_with_accelerators_are_left_to_mlx(
     """From the M5 on, unless a setting asks for the kernels."""
     _mute(monkeypatch)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M5 Max"})
-    use_kernels(model, "auto")
+    run_all(use_kernels(model, "auto"))
     assert not mac.launches
     assert "Apple M5 Max" in choice.report().note
     assert "metal_kernels=on" in choice.report().note
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     assert _our_layers(model) == 8
 
 
 def test_nothing_changes_where_there_is_no_metal(model: Any) -> None:
     if mx.metal.is_available():
         pytest.skip("there is")
-    use_kernels(model, "on")
+    run_all(use_kernels(model, "on"))
     assert not _our_layers(model)
     q, k = mx.zeros((1, 2, 3, 64), mx.float16), mx.zeros((1, 1, 9, 64), mx.float16)
     assert choice.attend(q, k, k, 1.0, "causal") is None

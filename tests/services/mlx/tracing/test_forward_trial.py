@@ -14,7 +14,9 @@ from services.mlx.rope import allow_branches
 from services.mlx.tracing import forward_trial, trace_trial
 from services.mlx.tracing.forward_trial import trace_if_faster
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
+from services.runtime.preparation import Steps, run_all
 from tests.services.mlx.tracing.test_traced_forward import TREES, prefill, stores_of
+from tests.services.runtime.steps import at_once
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -89,12 +91,12 @@ def test_a_size_is_dropped_if_a_larger_one_is_faster(
 
 
 def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_trial, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(forward_trial, "_is_worth_it", lambda *_: at_once(result=True))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     monkeypatch.setattr(forward_trial, "MOST_ROWS", 1)
     times = {4: 1.0, 8: 1.5, 16: 1.5, 32: 1.2}
-    monkeypatch.setattr(forward_trial, "_time_trees", lambda *_: times)
-    traced = trace_if_faster(model, stores_of(model), takes_trees=True)
+    monkeypatch.setattr(forward_trial, "_time_trees", lambda *_: at_once(times))
+    traced = run_all(trace_if_faster(model, stores_of(model), takes_trees=True))
     assert traced is not None
     assert traced.tree_rows == (4, 32)
     assert {shape.rows for shape in traced._shapes if shape.forks} == {4, 32}
@@ -102,7 +104,7 @@ def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.Monk
 
 def test_each_size_of_trees_is_timed(model: Any) -> None:
     """Behind the same text."""
-    found = forward_trial._time_trees(model, TracedForward(model), stores_of(model))
+    found = run_all(forward_trial._time_trees(model, TracedForward(model), stores_of(model)))
     assert tuple(found) == TREE_ROWS
     assert all(seconds > 0.0 for seconds in found.values())
 
@@ -113,10 +115,12 @@ def test_single_tokens_are_replayed_where_that_is_faster(
 ) -> None:
     """Chains are anyway; the logits are those of the model's own forward."""
     monkeypatch.setattr(
-        forward_trial, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
+        forward_trial,
+        "_is_worth_it",
+        lambda *said: at_once(faster or said[-1] != "single tokens"),
     )
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, stores_of(model))
+    traced = run_all(trace_if_faster(model, stores_of(model)))
     assert traced is not None
     own, other = prefill(model, 20), prefill(model, 20)
     other.chain(2)
@@ -142,9 +146,9 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
 ) -> None:
     """Its launches are hidden behind the pass before it."""
     monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
-    monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: [own_s, replayed_s])
+    monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: at_once([own_s, replayed_s]))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, stores_of(model))
+    traced = run_all(trace_if_faster(model, stores_of(model)))
     assert traced is not None
     batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
     found, replays = [], list[int]()
@@ -164,13 +168,15 @@ def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
     """Each pass is fed what the last one chose, and the stores stay as they were."""
     chosen = []
 
-    def time_in_turn(ways: Any) -> list[float]:
+    def time_in_turn(ways: Any) -> Steps[list[float]]:
         chosen.extend([way().tolist(), way().tolist()] for way in ways)
+        yield
         return [1.0, 0.5]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_trial, "time_in_turn", time_in_turn)
-        assert forward_trial._is_worth_it_ahead(model, TracedForward(model), stores_of(model))
+        ahead = forward_trial._is_worth_it_ahead(model, TracedForward(model), stores_of(model))
+        assert run_all(ahead)
     own, replayed = chosen
     assert own == replayed
     assert own[0] == own[1]
@@ -178,7 +184,7 @@ def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
 
 def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrong = _WrongInTraces(model)
-    assert trace_if_faster(wrong, stores_of(model)) is None
+    assert run_all(trace_if_faster(wrong, stores_of(model))) is None
     assert "traced chains: logits are" in caplog.text
     assert "from the model's own: not used" in caplog.text
 
@@ -191,7 +197,7 @@ def test_wrong_traces_of_trees_are_found_at_load(
     monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
-        traced = trace_if_faster(one, stores_of(model), takes_trees=True)
+        traced = run_all(trace_if_faster(one, stores_of(model), takes_trees=True))
         assert traced is not None
         store = prefill(model, 9)
         store.append_tree(TREES["six"])
@@ -201,4 +207,4 @@ def test_wrong_traces_of_trees_are_found_at_load(
 
 def test_a_model_that_cannot_be_traced_runs_as_it_is(model: Any) -> None:
     deciding = _Deciding(model)
-    assert trace_if_faster(deciding, stores_of(model)) is None
+    assert run_all(trace_if_faster(deciding, stores_of(model))) is None

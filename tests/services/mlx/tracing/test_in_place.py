@@ -19,6 +19,7 @@ from services.mlx.cuda import kv_rows
 from services.mlx.loader import load
 from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import TracedForward
+from services.runtime.preparation import run_all
 from tests.services.batching.test_slot_table import Line, shared_pass
 from tests.services.mlx.cuda.host import write_rows
 from tests.services.mlx.tracing.test_traced_forward import stores_of
@@ -102,7 +103,7 @@ def test_of_a_tree_a_path_stands(model: Any) -> None:
 
 def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
     batcher = Batcher(model, 512)
-    batcher.table = table = find_table(model, stores_of(model), attend_gathered)
+    batcher.table = table = run_all(find_table(model, stores_of(model), attend_gathered))
     assert table is not None
     lines = [Line(model, [3, 1, 4]), Line(model, [1, 5])]
     shared_pass(batcher, lines, [[5], [6]], 1)

@@ -14,6 +14,7 @@ from services.sampling import device
 from services.sampling.candidates import best_of
 from services.sampling.rules import write_rules
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
+from tests.services.runtime.steps import at_once
 
 
 @pytest.fixture(scope="module", params=[1, 4, 8, 16])
@@ -84,7 +85,7 @@ def test_it_is_used_where_it_is_right_and_faster(
         return sort_best(rows, width) + change
 
     monkeypatch.setattr(best, "launch", launch)
-    monkeypatch.setattr(best, "time_in_turn", lambda _: times)
+    monkeypatch.setattr(best, "time_in_turn", lambda _: at_once(times))
     monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
     best._works.cache_clear()
     rows = np.random.default_rng(7).normal(size=(2, 400)).astype(np.float32)

@@ -1,0 +1,71 @@
+"""What a verifier tries, times and traces between requests, in order."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from protocol.settings import MetalKernels
+from services.mlx.loader import compute_unit
+from services.mlx.metal.choice import use_kernels
+from services.runtime.loop import Identity
+from services.runtime.preparation import Stage, Steps, tokenizer_stage
+from services.runtime.warmup import warm_verifier
+from services.verifier.pass_times import measure_passes
+from services.verifier.prelaunch import open_prelauncher
+from services.verifier.target_model import Improvement, list_improvements
+from services.verifier.verifier import Verifier
+
+
+class VerifierStages:
+    """The preparation of a verifier.
+
+    Args:
+        verifier: to be prepared.
+        identity: of the service; it gets what is found.
+        kernels: use of the kernels for Metal.
+    """
+
+    def __init__(self, verifier: Verifier, identity: Identity, kernels: MetalKernels) -> None:
+        self._verifier, self._identity, self._kernels = verifier, identity, kernels
+
+    def list(self, folder: Path, *, is_whole: bool, prelaunches: bool) -> Iterator[Stage]:
+        """Yield the stages.
+
+        Args:
+            folder: of the model.
+            is_whole: False if the target is spread over ranks, and prepared by all of them.
+            prelaunches: True if passes may be launched before their tokens are known.
+        """
+        if is_whole and compute_unit() == "metal":
+            yield Stage("kernels", self._try_metal_kernels)
+        for name, improvement in list_improvements() if is_whole else ():
+            yield Stage(name, partial(self._improve, improvement))
+        if prelaunches:
+            yield Stage("prelaunched passes", self._try_prelaunching)
+        if compute_unit() != "cpu":
+            yield Stage("first passes", partial(warm_verifier, self._verifier))
+        yield Stage("times of passes", self._time_passes)
+        yield tokenizer_stage(folder)
+
+    def _try_metal_kernels(self) -> Steps[None]:
+        module = self._verifier.target.verify
+        yield from self._verifier.features.leave_out(use_kernels(module, self._kernels))
+
+    def _improve(self, improvement: Improvement) -> Steps[None]:
+        verifier, before = self._verifier, self._verifier.target
+        target = yield from verifier.features.leave_out(improvement(before))
+        if verifier.features.request is not None:
+            target.read(verifier.features, unless=before)
+        verifier.use(target)
+        self._identity.takes_trees = verifier.takes_trees
+
+    def _try_prelaunching(self) -> Steps[None]:
+        verifier = self._verifier
+        verifier.prelauncher = yield from open_prelauncher(verifier.target, verifier.features.send)
+
+    def _time_passes(self) -> Steps[None]:
+        # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
+        idle = compute_unit() != "cpu"
+        times = yield from measure_passes(self._verifier, drafter_idle=idle)
+        self._identity.pass_times = times
+        self._verifier.prelauncher.expect_passes(times)
