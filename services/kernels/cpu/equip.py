@@ -120,13 +120,15 @@ class _Packer:
 
     def pack(self, model: Any, family: BlockKind) -> None:
         """All of its layers."""
+        # The largest first, while there is little else in memory.
+        if "lm_head" in model:
+            model.lm_head = self._linear(model.lm_head, [model.lm_head.weight.shape[0]])
+        model.model.embed_tokens = self._embedding(model.model.embed_tokens)
+        mx.clear_cache()
         for block in model.model.layers:
             for owner, name in linears_of(family, block):
                 outputs = parts_of(name, block, owner[name].weight.shape[0])
                 setattr(owner, name, self._linear(owner[name], outputs))
-        if "lm_head" in model:
-            model.lm_head = self._linear(model.lm_head, [model.lm_head.weight.shape[0]])
-        model.model.embed_tokens = self._embedding(model.model.embed_tokens)
 
     def _linear(self, layer: Any, outputs: list[int]) -> PackedLinear:
         """Pack a layer as several, with these numbers of outputs."""

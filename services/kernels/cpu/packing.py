@@ -1,7 +1,8 @@
 """Weights of MLX layers in the layout of the kernels (`c/layout.h`).
 
 MLX's affine weights of 4 and 8 bits stay as they are in the file, number by number; those of 2 and
-3 bits become 4 and those of 5 and 6 become 8, which changes no weight. Floats stay what they are.
+3 bits become 4 and those of 5 and 6 become 8, which changes no weight. Scales of ggml's K-quants,
+which are floats in MLX's form, become bytes again. Floats stay what they are.
 """
 
 import ctypes
@@ -17,9 +18,11 @@ from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 from services.mlx.plain_blocks import Unfit
 
-_BITS4, _BITS8, _HALF, _BFLOAT, _FLOAT = range(5)
+_BITS4, _BITS8, _HALF, _BFLOAT, _FLOAT, _SHARED = range(6)
 _FLOATS = {mx.float16: _HALF, mx.bfloat16: _BFLOAT, mx.float32: _FLOAT}
 _GROUPS = (32, 64, 128)
+_SHARING_GROUP, _SHARED_INPUTS = 32, 256
+"""Of ggml's K-quants, whose scales are products of a byte and a half."""
 _HUGE = 1 << 21
 
 
@@ -102,14 +105,19 @@ def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
     """
     matrix = check(weights)
     kernels: Any = cpu_kernels()
-    memory = _allocate(count_bytes(matrix))
-    matrix.strips = memory.ctypes.data
     arrays = [one for one in (weights.weight, weights.scales, weights.biases) if one is not None]
     mx.eval(arrays)
     views = [_contiguous(array) for array in arrays]
     pointers = [own.ctypes.data for own in views]
     source = SourceStruct(*pointers, *[None] * (3 - len(pointers)), weights.bits)
-    kernels.cpu_pack(ctypes.byref(matrix), ctypes.byref(source))
+    shared = matrix.scales == _FLOAT and matrix.group == _SHARING_GROUP
+    shared = shared and matrix.inputs % _SHARED_INPUTS == 0
+    for scales in [_SHARED, matrix.scales] if shared else [matrix.scales]:
+        matrix.scales = scales
+        memory = _allocate(count_bytes(matrix))
+        matrix.strips = memory.ctypes.data
+        if kernels.cpu_pack(ctypes.byref(matrix), ctypes.byref(source)):
+            break
     held: tuple[Any, ...] = (memory,)
     if bias is not None:
         floats = np.array(bias.astype(mx.float32))

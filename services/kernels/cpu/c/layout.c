@@ -1,6 +1,8 @@
 /* Weights as they are in a file to strips (layout.h). */
 #include "layout.h"
 
+#include <math.h>
+#include <stdatomic.h>
 #include <string.h>
 
 #include "threads.h"
@@ -15,7 +17,48 @@ struct source {
 struct packing {
     const struct matrix *to;
     const struct source *from;
+    atomic_int misfits; /* scales are not SHARED */
 };
+
+/* The half of exactly this value. */
+static int is_half(float value, uint16_t *half)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest >= 0x38800000 && rest < 0x47800000 && (rest & 0x1fff) == 0) {
+        *half = (uint16_t)(sign | (rest - 0x38000000) >> 13);
+        return 1;
+    }
+    float steps = fabsf(value) * 0x1p24f; /* below that, an integer of 2^-24 */
+    *half = (uint16_t)(sign | (rest < 0x38800000 ? (uint32_t)steps : 0));
+    return rest < 0x38800000 && steps == (float)(uint32_t)steps;
+}
+
+/* The half of which these eight are exact multiples by bytes, STRIP apart. */
+static int find_shared(const float *factors, uint16_t *half, uint8_t *bytes)
+{
+    float largest = 0.0f;
+    for (int g = 0; g < SHARING; g++)
+        largest = fabsf(factors[g]) > fabsf(largest) ? factors[g] : largest;
+    for (int steps = 63; steps > 0; steps--) { /* of the largest: K-quants have six bits */
+        float unit = largest == 0.0f ? 1.0f : largest / (float)steps;
+        int g = 0;
+        if (!is_half(unit, half) || (largest != 0.0f && unit * (float)steps != largest))
+            continue;
+        for (; g < SHARING; g++) {
+            float times = factors[g] / unit;
+            if (!(times >= 0.0f && times <= 63.0f))
+                break;
+            bytes[2 * STRIP * g] = (uint8_t)(times + 0.5f);
+            if (unit * (float)bytes[2 * STRIP * g] != factors[g])
+                break;
+        }
+        if (g == SHARING)
+            return 1;
+    }
+    return 0;
+}
 
 static uint32_t read_code(const uint8_t *row, size_t k, int bits)
 {
@@ -60,45 +103,55 @@ static void pack_codes(const struct matrix *m, const uint8_t *row, int bits, siz
     }
 }
 
-static void pack_channel(const struct packing *packing, int channel, int lane, uint8_t *strip)
+static void pack_channel(struct packing *packing, int channel, int lane, uint8_t *strip)
 {
     const struct matrix *m = packing->to;
     const struct source *from = packing->from;
-    size_t group = group_bytes(m);
     if (from->bits == 0) {
         size_t each = bytes_of(m->weights);
         const uint8_t *row = from->weights + (size_t)channel * m->inputs * each;
         for (int k = 0; k < m->inputs; k++)
-            memcpy(strip + k * group + lane * each, row + k * each, each);
+            memcpy(strip + (k * STRIP + lane) * each, row + k * each, each);
         return;
     }
-    size_t each = bytes_of(m->scales), groups = m->inputs / m->group;
+    int shared = m->scales == SHARED, groups = m->inputs / m->group;
+    size_t each = shared ? sizeof(float) : bytes_of(m->scales);
     const uint8_t *row = from->weights + (size_t)channel * m->inputs / 8 * from->bits;
-    for (size_t g = 0; g < groups; g++) {
-        uint8_t *to = strip + g * group, *factors = to + group - 2 * STRIP * each;
-        size_t factor = (channel * groups + g) * each;
-        pack_codes(m, row, from->bits, g * m->group, lane, to);
-        memcpy(factors + lane * each, from->scales + factor, each);
-        memcpy(factors + (STRIP + lane) * each, from->biases + factor, each);
+    const uint8_t *numbers[2] = {from->scales + channel * groups * each,
+                                 from->biases + channel * groups * each};
+    for (int g = 0; g < groups; g++) {
+        struct group to = group_at(m, m->scales, strip, g);
+        pack_codes(m, row, from->bits, (size_t)g * m->group, lane, (uint8_t *)to.codes);
+        for (int which = 0; which < 2; which++) {
+            const uint8_t *own = numbers[which] + g * each;
+            int at = which * STRIP + lane;
+            if (!shared)
+                memcpy((uint8_t *)to.factors + at * each, own, each);
+            else if (g % SHARING == 0 && !find_shared((const float *)own, (uint16_t *)to.shared + at,
+                                                      (uint8_t *)to.factors + at))
+                atomic_store(&packing->misfits, 1);
+        }
     }
 }
 
 static void pack_strip(const void *context, int strip)
 {
-    const struct packing *packing = context;
+    struct packing *packing = (struct packing *)context;
     const struct matrix *m = packing->to;
     uint8_t *to = (uint8_t *)m->strips + strip * strip_bytes(m);
     for (int lane = 0; lane < STRIP; lane++)
-        if (strip * STRIP + lane < m->outputs)
+        if (strip * STRIP + lane < m->outputs && !atomic_load(&packing->misfits))
             pack_channel(packing, strip * STRIP + lane, lane, to);
 }
 
 /* Bytes of all strips. */
 size_t cpu_packed_bytes(const struct matrix *m) { return strip_bytes(m) * strips_of(m); }
 
-/* To m->strips, which are zeros so far. */
-void cpu_pack(const struct matrix *m, const struct source *from)
+/* To m->strips, which are zeros so far. Returns 0 if the scales, which are of 32 bits, are not the
+ * SHARED ones that `m` asks for. */
+int cpu_pack(const struct matrix *m, const struct source *from)
 {
-    struct packing packing = {m, from};
+    struct packing packing = {m, from, 0};
     share_parts(pack_strip, &packing, strips_of(m));
+    return !atomic_load(&packing.misfits);
 }

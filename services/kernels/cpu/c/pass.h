@@ -219,32 +219,28 @@ static void choose_kinds(struct rows *rows, int rounds, const struct matrix *con
 /* A weight at this row, as floats. */
 static void read_row(const struct matrix *m, int row, float *to)
 {
-    const uint8_t *at = m->strips + row / STRIP * strip_bytes(m);
+    const uint8_t *strip = m->strips + row / STRIP * strip_bytes(m);
     int lane = row % STRIP;
-    float whole[STRIP];
-    size_t each = STRIP * (m->weights > BITS8 ? 0 : bytes_of(m->scales));
-    size_t codes = group_bytes(m) - 2 * each;
-    for (int k = 0; k < m->inputs;) {
-        if (m->weights > BITS8) {
-            for (int p = 0; p < PARTS; p++)
-                vf_store(vf_of(m->weights, at + p * LANES * bytes_of(m->weights)), whole + p * LANES);
-            to[k++] = whole[lane];
-            at += group_bytes(m);
-            continue;
-        }
-        float factors[2];
+    float whole[STRIP], factors[2];
+    for (int k = 0; m->weights > BITS8 && k < m->inputs; k++) {
+        size_t each = bytes_of(m->weights);
+        for (int p = 0; p < PARTS; p++)
+            vf_store(vf_of(m->weights, strip + (k * STRIP + p * LANES) * each), whole + p * LANES);
+        to[k] = whole[lane];
+    }
+    for (int g = 0; m->weights <= BITS8 && g < m->inputs / m->group; g++) {
+        struct group group = group_at(m, m->scales, strip, g);
         for (int f = 0; f < 2; f++) {
             for (int p = 0; p < PARTS; p++)
-                vf_store(vf_of(m->scales, at + codes + f * each + p * (each / PARTS)), whole + p * LANES);
+                vf_store(factors_of(m->scales, group, f, p), whole + p * LANES);
             factors[f] = whole[lane];
         }
-        for (int i = 0; i < m->group; i++, k++) {
+        for (int i = 0; i < m->group; i++) {
             int step = i / 4, byte = 4 * lane + i % 4;
-            int code = m->weights == BITS8 ? at[64 * step + byte]
-                                           : at[64 * (step / 2) + byte] >> 4 * (step & 1) & 15;
-            to[k] = fmaf((float)code, factors[0], factors[1]);
+            int code = m->weights == BITS8 ? group.codes[64 * step + byte]
+                                           : group.codes[64 * (step / 2) + byte] >> 4 * (step & 1) & 15;
+            to[g * m->group + i] = fmaf((float)code, factors[0], factors[1]);
         }
-        at += group_bytes(m);
     }
 }
 

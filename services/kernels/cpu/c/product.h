@@ -50,6 +50,15 @@ INLINE vf vf_of(int number, const uint8_t *from)
 
 INLINE vf vf_numbers(vi from) { return __builtin_convertvector(from, vf); }
 
+/* A group's scales (0) or biases (1) of one of the registers of its strip. */
+INLINE vf factors_of(int scales, struct group group, int which, int part)
+{
+    const uint8_t *own = group.factors + (which * STRIP + part * LANES) * bytes_of(scales);
+    if (scales != SHARED)
+        return vf_of(scales, own);
+    return vf_numbers(vi_from_bytes(own)) * vf_of(HALF, group.shared + 2 * (which * STRIP + part * LANES));
+}
+
 /* The weights of step `step` of a group, one of the registers of its strip. */
 INLINE vi codes_of(int weights, const uint8_t *group, int step, int part)
 {
@@ -81,9 +90,9 @@ INLINE void put_sums(const struct matrix *m, int strip, int count, vf sums[][PAR
 INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int strip,
                            const struct rows *x, int first, int count, float *y, long stride)
 {
-    const uint8_t *group = m->strips + strip * strip_bytes(m);
+    const uint8_t *strip_at = m->strips + strip * strip_bytes(m);
     const size_t bytes32 = STRIP * ROUNDED / (weights == BITS4 ? 2 : 1);
-    const size_t codes = bytes32 * (m->group / ROUNDED), each = STRIP * bytes_of(scales);
+    const int groups = m->inputs / m->group;
     const int8_t *bytes = x->bytes + (size_t)first * x->width;
     const float *own = x->scales + (size_t)first * (x->width / ROUNDED);
     const float *all = x->sums + (size_t)first * (x->width / ROUNDED);
@@ -91,17 +100,18 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
     UNROLLED for (int r = 0; r < count; r++)
         UNROLLED for (int p = 0; p < PARTS; p++)
             sums[r][p] = (vf){0};
-    for (const uint8_t *end = group + strip_bytes(m); group < end;) {
-        const uint8_t *factors = group + codes;
-        for (; group < factors; group += bytes32, bytes += count * ROUNDED, own += count, all += count) {
+    for (int g = 0; g < groups; g++) {
+        struct group group = group_at(m, scales, strip_at, g);
+        const uint8_t *codes = group.codes, *end = codes + code_bytes(m);
+        for (; codes < end; codes += bytes32, bytes += count * ROUNDED, own += count, all += count) {
             for (size_t line = 0; line < bytes32; line += 64)
-                __builtin_prefetch(group + line + AHEAD);
+                __builtin_prefetch(codes + line + AHEAD);
             UNROLLED for (int p = 0; p < PARTS; p++) {
                 dot_sum dots[TILE_ROWS];
                 UNROLLED for (int r = 0; r < count; r++)
                     dots[r] = (dot_sum){0};
                 UNROLLED for (int step = 0; step < 8; step++) {
-                    vi code = codes_of(weights, group, step, p);
+                    vi code = codes_of(weights, codes, step, p);
                     UNROLLED for (int r = 0; r < count; r++) {
                         int32_t four;
                         memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
@@ -111,8 +121,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
                             dot_step(&dots[r], code, four);
                     }
                 }
-                vf scale = vf_of(scales, factors + p * (each / PARTS));
-                vf bias = vf_of(scales, factors + each + p * (each / PARTS));
+                vf scale = factors_of(scales, group, 0, p), bias = factors_of(scales, group, 1, p);
                 UNROLLED for (int r = 0; r < count; r++) {
                     vi dot = weights == BITS4 ? dot_total_nibbles(dots[r]) : dot_total(dots[r]);
                     sums[r][p] = vf_fma(vf_numbers(dot) * scale, vf_all(own[r]), sums[r][p]);
@@ -120,8 +129,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
                 }
             }
         }
-        __builtin_prefetch(group + AHEAD);
-        group += 2 * each;
+        __builtin_prefetch(end + AHEAD);
     }
     put_sums(m, strip, count, sums, y + first * stride, stride);
 }
@@ -130,26 +138,26 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
 INLINE void strip_of_codes(const struct matrix *m, int weights, int scales, int strip,
                            const struct rows *x, int first, int count, float *y, long stride)
 {
-    const uint8_t *group = m->strips + strip * strip_bytes(m);
-    const size_t codes = (size_t)STRIP * m->group / (weights == BITS4 ? 2 : 1);
-    const size_t each = STRIP * bytes_of(scales);
+    const uint8_t *strip_at = m->strips + strip * strip_bytes(m);
+    const int groups = m->inputs / m->group;
     const float *floats = x->floats + (size_t)first * x->width;
     vf sums[TILE_ROWS][PARTS];
     UNROLLED for (int r = 0; r < count; r++)
         UNROLLED for (int p = 0; p < PARTS; p++)
             sums[r][p] = (vf){0};
-    for (const uint8_t *end = group + strip_bytes(m); group < end; group += codes + 2 * each)
+    for (int g = 0; g < groups; g++) {
+        struct group group = group_at(m, scales, strip_at, g);
         for (int step = 0; step < m->group / 4; step++, floats += 4 * count)
             UNROLLED for (int p = 0; p < PARTS; p++) {
-                vf scale = vf_of(scales, group + codes + p * (each / PARTS));
-                vf bias = vf_of(scales, group + codes + each + p * (each / PARTS));
-                vi code = codes_of(weights, group, step, p);
+                vf scale = factors_of(scales, group, 0, p), bias = factors_of(scales, group, 1, p);
+                vi code = codes_of(weights, group.codes, step, p);
                 UNROLLED for (int j = 0; j < 4; j++) {
                     vf weight = vf_fma(vf_numbers(code >> 8 * j & 255), scale, bias);
                     UNROLLED for (int r = 0; r < count; r++)
                         sums[r][p] = vf_fma(weight, vf_all(floats[j * count + r]), sums[r][p]);
                 }
             }
+    }
     put_sums(m, strip, count, sums, y + first * stride, stride);
 }
 
@@ -225,20 +233,22 @@ typedef void strip_function(const struct matrix *, int, const struct rows *, int
 QUANTISED(BITS4, HALF)
 QUANTISED(BITS4, BFLOAT)
 QUANTISED(BITS4, FLOAT)
+QUANTISED(BITS4, SHARED)
 QUANTISED(BITS8, HALF)
 QUANTISED(BITS8, BFLOAT)
 QUANTISED(BITS8, FLOAT)
+QUANTISED(BITS8, SHARED)
 PLAIN(HALF)
 PLAIN(BFLOAT)
 PLAIN(FLOAT)
 
 static strip_function *const *strip_functions(const struct matrix *m, int rounded)
 {
-    static strip_function *const *const quantised[2][2][3] = {
-        {{codes_BITS4_HALF, codes_BITS4_BFLOAT, codes_BITS4_FLOAT},
-         {codes_BITS8_HALF, codes_BITS8_BFLOAT, codes_BITS8_FLOAT}},
-        {{bytes_BITS4_HALF, bytes_BITS4_BFLOAT, bytes_BITS4_FLOAT},
-         {bytes_BITS8_HALF, bytes_BITS8_BFLOAT, bytes_BITS8_FLOAT}}};
+    static strip_function *const *const quantised[2][2][4] = {
+        {{codes_BITS4_HALF, codes_BITS4_BFLOAT, codes_BITS4_FLOAT, codes_BITS4_SHARED},
+         {codes_BITS8_HALF, codes_BITS8_BFLOAT, codes_BITS8_FLOAT, codes_BITS8_SHARED}},
+        {{bytes_BITS4_HALF, bytes_BITS4_BFLOAT, bytes_BITS4_FLOAT, bytes_BITS4_SHARED},
+         {bytes_BITS8_HALF, bytes_BITS8_BFLOAT, bytes_BITS8_FLOAT, bytes_BITS8_SHARED}}};
     static strip_function *const *const floats[3] = {floats_HALF, floats_BFLOAT, floats_FLOAT};
     if (m->weights > BITS8)
         return floats[m->weights - HALF];

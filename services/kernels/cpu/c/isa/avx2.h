@@ -35,6 +35,11 @@ static inline vi vi_from_shorts(const uint16_t *from)
     return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 }
 
+static inline vi vi_from_bytes(const uint8_t *from)
+{
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+}
+
 #ifdef __AVXVNNI__
 
 typedef __m256i dot_sum;

@@ -31,6 +31,11 @@ static inline vi vi_from_shorts(const uint16_t *from)
     return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }
 
+static inline vi vi_from_bytes(const uint8_t *from)
+{
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
 static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
 {
     *sum = _mm512_dpbusd_epi32(*sum, (__m512i)weights, _mm512_set1_epi32(activations));

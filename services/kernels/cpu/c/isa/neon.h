@@ -38,6 +38,14 @@ static inline vi vi_from_shorts(const uint16_t *from)
     return (vi)vreinterpretq_s32_u32(vmovl_u16(vld1_u16(from)));
 }
 
+static inline vi vi_from_bytes(const uint8_t *from)
+{
+    uint32_t four;
+    memcpy(&four, from, 4);
+    uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+    return (vi)vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)));
+}
+
 static inline int8x16_t four_times(int32_t bytes) { return vreinterpretq_s8_s32(vdupq_n_s32(bytes)); }
 
 static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activations)

@@ -77,6 +77,14 @@ static inline vi vi_from_shorts(const uint16_t *from)
     return to;
 }
 
+static inline vi vi_from_bytes(const uint8_t *from)
+{
+    vi to;
+    for (int i = 0; i < LANES; i++)
+        to[i] = from[i];
+    return to;
+}
+
 /* Sums of products of bytes: of four weights of each lane with the same four activations. */
 static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
 {
