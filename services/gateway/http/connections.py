@@ -1,12 +1,14 @@
 """HTTP connections with limits on their number and their time, served in turns.
 
 Data is parsed in small slices, one connection after the other, so that none of them delays the
-others. An idle connection makes way for a new one.
+others. A connection that is idle, or whose client has stopped reading, makes way for a new one.
 """
 
 import asyncio
 import logging
+import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -21,7 +23,11 @@ _HEAD_S = 10.0
 _NEW_S = 1.0
 """A connection is not idle before: what it has sent may not have been read yet."""
 _STALL_S = 20.0
-"""Longest wait for a client that reads nothing of its answer."""
+"""A client that has read nothing for this long has stopped reading."""
+_UNREAD_S = 600.0
+"""Longest wait for it to go on."""
+_MOST_UNREAD = 64
+"""Clients that may have stopped reading: each holds the unread part of its answer in memory."""
 _SLICE = 4096
 """Bytes parsed at once: some ten milliseconds if each has its own chunk."""
 _OVERHEAD = 64 * 1024
@@ -85,11 +91,19 @@ class HttpConnection(H11Protocol):
         self._held = 0
         """Content bytes of the current body."""
         self._heard_at = self.loop.time()
+        self._unread_since = math.inf
+        """Time at which the client had stopped reading."""
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the client has stopped reading its answer."""
+        return self._unread_since < math.inf
 
     @property
     def is_answered(self) -> bool:
-        """True while a request is answered, or waits to be parsed."""
-        return bool(self._sent) or (self._is_busy and not self.cycle.more_body)
+        """True while a request is answered to a client that reads, or waits to be parsed."""
+        is_answering = self._is_busy and not self.cycle.more_body and not self.is_unread
+        return bool(self._sent) or is_answering
 
     @property
     def _is_busy(self) -> bool:
@@ -106,15 +120,19 @@ class HttpConnection(H11Protocol):
 
     def _replace_another(self) -> bool:
         """Close the connection that has been idle longest; False if all are being answered."""
-        others = [one for one in self.connections if isinstance(one, HttpConnection)]
         heard_before = self.loop.time() - _NEW_S
-        idle = [one for one in others if not one.is_answered and one._heard_at <= heard_before]
+        idle = [
+            one for one in self._others() if not one.is_answered and one._heard_at <= heard_before
+        ]
         if not idle:
             return False
         oldest = min(idle, key=lambda one: one._heard_at)
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
+
+    def _others(self) -> Iterator["HttpConnection"]:
+        return (one for one in self.connections if isinstance(one, HttpConnection))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop the data it has received."""
@@ -163,14 +181,26 @@ class HttpConnection(H11Protocol):
     # ------------------------------------------------------------ clients that do nothing
 
     def pause_writing(self) -> None:
-        """Start a timeout for a client that does not read."""
+        """Start a timeout for a client that does not read; its answer waits meanwhile."""
         super().pause_writing()
-        self._time(_STALL_S, "the client does not read its answer")
+        self._stop_timer()
+        self._timer = self.loop.call_later(_STALL_S, self._mark_unread)
 
     def resume_writing(self) -> None:
         """Stop the timeout: the client reads again."""
         super().resume_writing()
+        self._unread_since = math.inf
         self._stop_timer()
+
+    def _mark_unread(self) -> None:
+        """Wait longer for this client, unless too many have stopped reading."""
+        self._unread_since = self.loop.time()
+        self._time(_UNREAD_S, _UNREAD)
+        unread = sorted(
+            (one for one in self._others() if one.is_unread), key=lambda one: one._unread_since
+        )
+        for one in unread[:-_MOST_UNREAD]:
+            one._give_up(_UNREAD)
 
     def _time(self, seconds: float, why: str) -> None:
         self._stop_timer()
@@ -183,5 +213,8 @@ class HttpConnection(H11Protocol):
 
     def _give_up(self, why: str) -> None:
         _log.info("connection closed: %s", why)
-        self._timer = None
+        self._stop_timer()
         self.transport.abort()
+
+
+_UNREAD = "the client does not read its answer"

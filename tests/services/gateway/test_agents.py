@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from launch.settings.settings import StackSettings
-from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
+from tests.support.stack import DEADLINE_S, RunningStack, eventually, held, running, unwatched_stops
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -48,8 +48,9 @@ def stack() -> Iterator[RunningStack]:
             port=0,
             decode_concurrency=1,
             prompt_cache_size=50,
+            hang_timeout_s=DEADLINE_S,
         )
-        with running(settings) as found:
+        with unwatched_stops(), running(settings) as found:
             yield found
 
 
@@ -300,10 +301,12 @@ def test_background_requests_yield(client: openai.OpenAI, stack: RunningStack) -
     asking = threading.Thread(target=lambda: answers.append(chat(client, max_tokens=4)))
     with chat(client, max_tokens=100_000, stream=True) as chunks:
         next(iter(chunks))
-        dreaming.start()
-        eventually(lambda: stack.client.status().waiting == 1, "the background waits")
-        asking.start()
-        eventually(lambda: stack.client.status().waiting == 2, "the other one waits, too")
+        # Otherwise the others would have had their turns before the test looks.
+        with held(stack, "verifier"):
+            dreaming.start()
+            eventually(lambda: stack.client.status().waiting == 1, "the background waits")
+            asking.start()
+            eventually(lambda: stack.client.status().waiting == 2, "the other one waits, too")
     asking.join(DEADLINE_S)
     assert answers
     assert begun.wait(DEADLINE_S)

@@ -122,27 +122,69 @@ def test_there_is_a_refusal_where_all_are_answered(
     assert refused.closed == "closed"
 
 
-def test_what_is_not_said_in_time_is_not_waited_for(
+def test_half_a_request_is_not_waited_for(
     make: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither half of a head nor a client that reads nothing keeps a connection."""
+    """While a request that is answered keeps its connection."""
     answered = make()
     say(loop, answered, HEAD + b"content-length: 0\r\n\r\n")
     monkeypatch.setattr(connections, "_HEAD_S", 0.0)
-    monkeypatch.setattr(connections, "_STALL_S", 0.0)
     half = make()
     say(loop, half, HEAD)
     loop.run_until_complete(asyncio.sleep(0))
-    assert transport_of(half).closed == "aborted"
-    assert transport_of(answered).closed == ""
-    answered.pause_writing()
-    answered.resume_writing()
-    loop.run_until_complete(asyncio.sleep(0))
-    assert transport_of(answered).closed == ""
-    answered.pause_writing()
-    loop.run_until_complete(asyncio.sleep(0))
-    assert transport_of(answered).closed == "aborted"
-    answered.connection_lost(None)
+    assert [transport_of(one).closed for one in (answered, half)] == ["", "aborted"]
+
+
+@pytest.fixture
+def unread(
+    make: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """A connection whose client stops reading its answer at once."""
+    monkeypatch.setattr(connections, "_STALL_S", 0.0)
+    monkeypatch.setattr(connections, "_NEW_S", 0.0)
+    created = []
+
+    def create() -> HttpConnection:
+        connection = make()
+        say(loop, connection, HEAD + b"content-length: 0\r\n\r\n")
+        connection.pause_writing()
+        loop.run_until_complete(asyncio.sleep(0))
+        created.append(connection)
+        return connection
+
+    yield create
+    for connection in created:
+        connection.connection_lost(None)
+
+
+def test_a_client_may_pause(
+    unread: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer waits; when it reads again, it counts as any other; too long is too long."""
+    client = unread()
+    assert client.is_unread
+    assert transport_of(client).closed == ""
+    client.resume_writing()
+    assert not client.is_unread
+    assert client.is_answered
+    monkeypatch.setattr(connections, "_UNREAD_S", 0.0)
+    client.pause_writing()
+    for _ in range(2):
+        loop.run_until_complete(asyncio.sleep(0))
+    assert transport_of(client).closed == "aborted"
+
+
+def test_who_does_not_read_gives_way(
+    make: Make, unread: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a new connection if there are too many, and to others that do not read either."""
+    first, second = unread(), unread()
+    third = make()
+    assert [transport_of(one).closed for one in (first, second, third)] == ["aborted", "", ""]
+    monkeypatch.setattr(HttpConnection, "most", 9)
+    monkeypatch.setattr(connections, "_MOST_UNREAD", 1)
+    fourth = unread()
+    assert [transport_of(one).closed for one in (second, third, fourth)] == ["aborted", "", ""]
 
 
 def test_tiny_chunks_are_refused(make: Make, loop: asyncio.AbstractEventLoop) -> None:
