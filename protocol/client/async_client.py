@@ -1,5 +1,6 @@
 """The asyncio client of an orchestrator: many concurrent requests."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, TypeVar
 
@@ -70,6 +71,7 @@ class AsyncClient(Closeable):
         self._address = address
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = _MOST_SOCKETS
+        self._turn = asyncio.Lock()
 
     async def status(self, timeout_s: float = 10.0) -> Status:
         """Return the stack's status; raise DeadlineExceeded if the orchestrator does not answer."""
@@ -102,6 +104,7 @@ class AsyncClient(Closeable):
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
         session = RequestSession(request)
+        await self._wait_for_turn()
         line = AsyncConnection(self._context, self._address, _DECODER)
         done = False
         try:
@@ -119,9 +122,17 @@ class AsyncClient(Closeable):
                     done = isinstance(event, Finished)
                     yield event
         finally:
-            if not done:
-                line.send(Cancel(request=request.request))
-            line.close()
+            try:
+                await self._wait_for_turn()
+            finally:
+                if not done:
+                    line.send(Cancel(request=request.request))
+                line.close()
+
+    async def _wait_for_turn(self) -> None:
+        """Let one connection be opened or closed per step of the loop: each takes half a ms."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Close all connections; safe to call twice."""

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
+import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ from protocol.messages import Finished, Text
 from protocol.process.step_times import StepTimes
 from services.gateway.auth import Guard, name_client
 from services.gateway.body import read_body, refuse_unknown, to_header
-from services.gateway.dialects.base import Reader, Reading, Reply, merge
+from services.gateway.dialects.base import Reader, Reading, Reply
 from services.gateway.dialects.chat_reply import read_chat
 from services.gateway.dialects.completions import read_completion
 from services.gateway.dialects.conversations import Conversations
@@ -30,7 +31,7 @@ from services.gateway.dialects.messages import parse_count
 from services.gateway.dialects.messages_reply import read_messages
 from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
-from services.gateway.generation import generate, share_prompts
+from services.gateway.generation import generate_all, share_prompts
 from services.gateway.http.large_bodies import LARGE_BYTES, LargeBodies
 from services.gateway.metrics import Metrics
 from services.gateway.models import Connect, Lease, ServedModel, ServedModels
@@ -171,7 +172,7 @@ class Gateway:
             settings = replace(self._settings, sampling=model.sampling)
             task = (await self._bodies.read(len(body), read, body, settings)).task
         is_background = request.headers.get("x-priority", "").lower() == "background"
-        is_large = len(body) >= LARGE_BYTES
+        is_large = len(body) * task.choices >= LARGE_BYTES
         return dataclasses.replace(
             task, is_background=is_background, client=name_client(request), is_large=is_large
         )
@@ -192,8 +193,7 @@ class Gateway:
             status = await model.status()
             model.check_drafter(task.drafter, status)
             reply.open(choices, status)
-            merged = merge([generate(model.client, choice) for choice in choices])
-            async with contextlib.aclosing(merged) as events:
+            async with contextlib.aclosing(generate_all(model.client, choices)) as events:
                 async for event in events:
                     yield event
 
@@ -260,7 +260,7 @@ class Gateway:
             async with contextlib.aclosing(watch_events(events, gone, _KEEP_ALIVE_S)) as watched:
                 async for numbered in watched:
                     if numbered is not None:
-                        _take(reply.choices[numbered[0]], numbered[1], log)
+                        _take(reply, reply.choices[numbered[0]], numbered[1], log)
         except SsdError as error:
             log.on_failure(to_api_error(error))
             raise
@@ -271,12 +271,13 @@ class Gateway:
             gone.cancel()
         for choice in reply.choices:
             choice.transcript.end(cut_off=choice.is_cut_off)
-        return JSONResponse(reply.whole(), headers=headers)
+        body = msgspec.json.encode(reply.whole())
+        return Response(body, media_type="application/json", headers=headers)
 
 
-def _take(choice: Choice, event: Text | Finished, log: RequestLog) -> None:
+def _take(reply: Reply, choice: Choice, event: Text | Finished, log: RequestLog) -> None:
     if isinstance(event, Text):
-        choice.transcript.push(event)
+        reply.collect(choice, choice.transcript.push(event))
         return
     choice.finished = event
     log.on_answer(choice, event)

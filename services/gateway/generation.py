@@ -1,14 +1,44 @@
 """One answer's events from the orchestrator, with a limit on the model's thinking."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from msgspec.structs import replace
 
 from protocol.client.async_client import AsyncClient
+from protocol.errors import Busy
 from protocol.messages import Finished, Generate, Text, Tokens
+from services.gateway.dialects.base import merge
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.task import Choice
+
+_AT_ONCE = 16
+"""Answers to one request that the orchestrator has at the same time."""
+_BUSY_S = 0.5
+"""Pause before one of the others is asked for again, if the queue was full."""
+
+
+def generate_all(
+    client: AsyncClient, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[int, Text | Finished]]:
+    """Yield the events of all choices, each with its choice's number; as `generate`."""
+    first, others = choices[:_AT_ONCE], choices[_AT_ONCE:]
+    sources = [generate(client, one) for one in first]
+    return merge([*sources, *(_generate_late(client, one) for one in others)], _AT_ONCE)
+
+
+async def _generate_late(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text | Finished]:
+    """As `generate`, for a request whose first answers were accepted: wait for a full queue."""
+    while True:
+        try:
+            async with contextlib.aclosing(generate(client, choice)) as events:
+                async for event in events:
+                    yield event
+        except Busy:
+            await asyncio.sleep(_BUSY_S)
+        else:
+            return
 
 
 async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text | Finished]:

@@ -10,6 +10,7 @@ import uvicorn
 from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
 from protocol.process.child import raise_descriptor_limit, run_child
+from protocol.process.heap import freeze_heap
 from protocol.process.step_times import StepTimes
 from services.gateway.app import Gateway
 from services.gateway.http.connections import HttpConnection, count_connections
@@ -36,6 +37,7 @@ def run(settings: GatewaySettings) -> None:
         backlog=ACCEPTS,
     )
     HttpConnection.most = count_connections(raise_descriptor_limit())
+    freeze_heap()
     listener = ListeningSocket(fileno=settings.listener)
     with listener, asyncio.Runner(loop_factory=partial(AwakeLoop, steps)) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -34,7 +34,7 @@ from services.gateway.turns import TurnFitter
 UNLIMITED = 2**31 - 1
 """Tokens of an answer that may grow until the context is full."""
 MAX_ANSWERS = 128
-"""Most answers to one request: prompts times choices."""
+"""Most answers to one request, prompts times choices: OpenAI's limit."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)

@@ -144,7 +144,6 @@ class Transcript:
         self.parts: list[Part] = []
         """Adjacent pieces of one kind are joined."""
         self.calls: list[ParsedCall] = []
-        self.logprobs: list[Logprobs] = []
         self.tokens = 0
         self.reasoning_tokens = 0
 
@@ -173,7 +172,6 @@ class Transcript:
             if number < len(text.tokens):
                 self.reasoning_tokens += thinking or self._reader.is_thinking
         self.tokens += len(text.tokens)
-        self.logprobs += text.logprobs
         origins = [(str(o), piece) for o, piece in zip(text.origins, text.pieces, strict=False)]
         return self._add(parts, text.logprobs, origins)
 

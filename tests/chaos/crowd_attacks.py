@@ -100,8 +100,8 @@ def _at_once(scene: Scene, bodies: list[bytes], path: str = CHAT) -> Counter[int
 
 
 def long_answers(scene: Scene) -> Counter[int]:
-    """Eight requests for sixteen answers of 8,000 tokens each."""
-    fields = {"n": 16, "max_tokens": 8000, "stream": True, "temperature": 1}
+    """Eight requests for 128 answers of 8,000 tokens each."""
+    fields = {"n": 128, "max_tokens": 8000, "stream": True, "temperature": 1}
     return _unread_but_read(scene, [chat(f"Tell me all. {i}", **fields) for i in range(8)])
 
 
@@ -127,14 +127,14 @@ def _unread_but_read(scene: Scene, bodies: list[bytes]) -> Counter[int]:
 
 def unread_logprobs(scene: Scene) -> Counter[int]:
     """Streams with twenty log-probabilities a token that nobody reads."""
-    fields = {"n": 16, "max_tokens": 8000, "stream": True, "logprobs": True, "top_logprobs": 20}
+    fields = {"n": 128, "max_tokens": 8000, "stream": True, "logprobs": True, "top_logprobs": 20}
     return _unread(scene, [chat(f"Tell me all. {i}", **fields) for i in range(8)])
 
 
 def long_prompts(scene: Scene) -> Counter[int]:
-    """Prompts that fill three quarters of the context, eight at a time, for sixteen answers."""
+    """Prompts that fill three quarters of the context, eight at a time, for 128 answers."""
     words = _count_words(scene, min(_LONGEST_PROMPT, 3 * scene.context // 4))
-    return _at_once(scene, [chat(f"{i} " * words, n=16, max_tokens=64) for i in range(8)])
+    return _at_once(scene, [chat(f"{i} " * words, n=128, max_tokens=64) for i in range(8)])
 
 
 def _count_words(scene: Scene, tokens: int) -> int:
@@ -151,13 +151,13 @@ def _count_words(scene: Scene, tokens: int) -> int:
 
 
 def conversations(scene: Scene) -> Counter[int]:
-    """Bodies of 4 MB with 4,096 messages, for sixteen answers."""
+    """Bodies of 4 MB with 4,096 messages, for 128 answers."""
     text = "x" * (_BODY // 4096 - 40)
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i in range(4095)]
     bodies = []
     for number in range(4):
         messages = [*turns, {"role": "user", "content": str(number)}]
-        bodies.append(json.dumps({"messages": messages, "n": 16}, separators=(",", ":")).encode())
+        bodies.append(json.dumps({"messages": messages, "n": 128}, separators=(",", ":")).encode())
     return _at_once(scene, bodies)
 
 
@@ -302,11 +302,11 @@ def lid(scene: Scene) -> Counter[int]:
 
 
 ATTACKS: dict[str, Attack] = {
-    "eight times sixteen answers of 8,000 tokens": long_answers,
+    "eight times 128 answers of 8,000 tokens": long_answers,
     "sixty long answers": many_requests,
     "log-probabilities that are not read": unread_logprobs,
-    "long prompts, sixteen answers each": long_prompts,
-    "4,096 messages in 4 MB, sixteen answers": conversations,
+    "long prompts, 128 answers each": long_prompts,
+    "4,096 messages in 4 MB, 128 answers": conversations,
     "chunks of one byte": small_chunks,
     "a million items": unknown_items,
     "deep nesting": nested,

@@ -1,13 +1,15 @@
 """The interface of all APIs: a task from a body, an answer from transcripts."""
 
 import asyncio
-import json
+import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import msgspec
 
 from protocol.gateway import GatewaySettings
 from protocol.messages import Status
@@ -33,7 +35,7 @@ Reader = Callable[[bytes, GatewaySettings], Reading]
 def encode_event(body: dict[str, Any], name: str = "") -> bytes:
     """Encode one server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 @dataclass
@@ -60,6 +62,9 @@ class Reply(ABC):
     def whole(self) -> dict[str, Any]:
         """Return the body of a non-streaming answer, once all choices have ended."""
 
+    def collect(self, choice: Choice, piece: Piece) -> None:
+        """Keep what a non-streaming answer shows of a piece besides its transcript."""
+
     def start(self) -> list[bytes]:
         """Return the events before the first token, also before the reply is opened."""
         return []
@@ -85,26 +90,43 @@ class Reply(ABC):
         """Return the events that end a broken stream."""
 
 
-async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+async def merge(
+    sources: Sequence[AsyncGenerator[T]], at_once: int
+) -> AsyncGenerator[tuple[int, T]]:
     """Yield the events of all sources as they come, each with the number of its source.
 
     The first failure ends all of them. All sources are closed on exit, also after an error.
+
+    Args:
+        sources: not started yet.
+        at_once: the number of sources that run at the same time.
     """
-    waiting = {asyncio.ensure_future(anext(source)): n for n, source in enumerate(sources)}
+    numbered = iter(enumerate(sources))
+    events: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)
+    """None: nothing is left to one of the workers."""
+
+    async def work() -> None:
+        try:
+            for number, source in numbered:
+                async with contextlib.aclosing(source):
+                    async for event in source:
+                        await events.put((number, event))
+        except Exception as error:  # noqa: BLE001  # raised where the events are read
+            await events.put(error)
+        await events.put(None)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(sources)))]
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                number = waiting.pop(task)
-                try:
-                    event = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(sources[number]))] = number
-                yield number, event
+        working = len(workers)
+        while working:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                working -= 1
+            else:
+                yield event
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for source in sources:
-            await source.aclose()
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

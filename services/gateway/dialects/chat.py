@@ -24,7 +24,7 @@ from services.gateway.dialects.openai import (
     system_first,
 )
 from services.gateway.errors import invalid, refuse_value
-from services.gateway.task import PromptInput, Task, Thinking
+from services.gateway.task import MAX_ANSWERS, PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
 
 
@@ -154,7 +154,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None

@@ -1,21 +1,36 @@
 """Replies to POST /v1/chat/completions, and code shared with text completions."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
 
 from protocol.gateway import GatewaySettings
 from protocol.messages import Logprobs, ShownToken
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.chat import parse_chat
 from services.gateway.dialects.openai import count_usage, report_speculation, report_timings
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, refuse_value
 from services.gateway.task import Choice
 from services.gateway.tools.calls import ParsedCall
 from services.gateway.transcript import Piece
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 DONE = b"data: [DONE]\n\n"
+_MOST_KEPT = 64 * 1024**2
+"""Bytes of log-probabilities in a non-streaming answer."""
+
+
+class ShownLogprobs(NamedTuple):
+    """The log-probabilities of one token, encoded at once: an answer has many."""
+
+    token: str
+    logprob: float
+    best: msgspec.Raw
+    """In chats the whole entry."""
 
 
 @dataclass
@@ -27,6 +42,12 @@ class CompletionsReply(Reply):
     """Answers to all prompts together."""
     include_usage: bool = False
     include_origins: bool = False
+
+    _kept: dict[int, list[ShownLogprobs]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
+    """By choice, what a non-streaming answer shows."""
+    _kept_bytes: int = field(default=0, init=False)
 
     prefix = ""
     whole_kind = ""
@@ -41,6 +62,20 @@ class CompletionsReply(Reply):
         for entry, choice in zip(entries, self.choices, strict=True):
             entry.update(self._figures(choice))
         return body
+
+    def collect(self, choice: Choice, piece: Piece) -> None:
+        """Keep the log-probabilities; see `Reply`. Raises ApiError if there are too many."""
+        shown = self._show_all(piece.logprobs)
+        self._kept[choice.index] += shown
+        self._kept_bytes += sum(len(bytes(entry.best)) for entry in shown)
+        if self._kept_bytes > _MOST_KEPT:
+            raise refuse_value(
+                "logprobs",
+                f"more than {_MOST_KEPT} bytes of them are only streamed: set `stream`",
+            )
+
+    def _show_all(self, entries: Sequence[Logprobs]) -> list[ShownLogprobs]:
+        return [self._show(entry) for entry in entries] if self._wants_logprobs else []
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
         """Return the chunks of a piece; see `Reply`."""
@@ -96,6 +131,10 @@ class CompletionsReply(Reply):
         return self.choices[0].request.sampling.logprobs is not None
 
     @abstractmethod
+    def _show(self, entry: Logprobs) -> ShownLogprobs:
+        """Return the log-probabilities of a token in this API's format."""
+
+    @abstractmethod
     def _entry(self, choice: Choice) -> dict[str, Any]:
         """Return a choice of a whole answer."""
 
@@ -134,7 +173,7 @@ class ChatReply(CompletionsReply):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(transcript.logprobs),
+            "logprobs": self._logprobs(self._kept[choice.index]),
             "finish_reason": finish_reason(choice),
         }
 
@@ -150,16 +189,17 @@ class ChatReply(CompletionsReply):
         if piece.calls:
             numbered = enumerate(piece.calls, start=piece.first_call)
             delta["tool_calls"] = [{"index": i, **describe_call(call)} for i, call in numbered]
-        return {"delta": delta, "logprobs": self._logprobs(piece.logprobs)}
+        return {"delta": delta, "logprobs": self._logprobs(self._show_all(piece.logprobs))}
 
-    def _logprobs(self, entries: list[Logprobs]) -> dict[str, Any] | None:
+    def _show(self, entry: Logprobs) -> ShownLogprobs:
+        best = [_show_token(token) for token in entry.best]
+        shown = msgspec.json.encode({**_show_token(entry.chosen), "top_logprobs": best})
+        return ShownLogprobs(entry.chosen.text, entry.chosen.logprob, msgspec.Raw(shown))
+
+    def _logprobs(self, shown: list[ShownLogprobs]) -> dict[str, Any] | None:
         if not self._wants_logprobs:
             return None
-        content = [
-            {**_show(entry.chosen), "top_logprobs": [_show(token) for token in entry.best]}
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [entry.best for entry in shown], "refusal": None}
 
 
 def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
@@ -183,5 +223,5 @@ def describe_call(call: ParsedCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _show(token: ShownToken) -> dict[str, Any]:
+def _show_token(token: ShownToken) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": token.data}

@@ -1,5 +1,6 @@
 """POST /v1/completions: OpenAI's original API for continuing a text."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from services.gateway.dialects.chat import (
     read_logprobs,
     read_max_tokens,
 )
-from services.gateway.dialects.chat_reply import CompletionsReply, finish_reason
+from services.gateway.dialects.chat_reply import CompletionsReply, ShownLogprobs, finish_reason
 from services.gateway.dialects.openai import (
     Fields,
     SamplingFields,
@@ -40,7 +41,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     best_of: int | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
@@ -138,6 +139,8 @@ class TextReply(CompletionsReply):
     """Reply to POST /v1/completions."""
 
     echoes: list[str] = field(default_factory=list)
+    _lengths: Counter[int] = field(default_factory=Counter, init=False)
+    """By choice, the number of characters before the next token."""
 
     prefix = "cmpl-"
     whole_kind = "text_completion"
@@ -156,28 +159,33 @@ class TextReply(CompletionsReply):
         return {
             "index": choice.index,
             "text": before + choice.transcript.content,
-            "logprobs": self._logprobs(choice.transcript.logprobs, 0),
+            "logprobs": self._logprobs(choice, self._kept[choice.index]),
             "finish_reason": finish_reason(choice),
         }
 
     def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
         if piece is None:
             return {"text": "", "logprobs": None}
-        known = choice.transcript.logprobs
-        before = known[: len(known) - len(piece.logprobs)]
-        offset = sum(len(entry.chosen.text) for entry in before)
-        return {"text": piece.content, "logprobs": self._logprobs(piece.logprobs, offset)}
+        shown = self._show_all(piece.logprobs)
+        return {"text": piece.content, "logprobs": self._logprobs(choice, shown)}
 
-    def _logprobs(self, entries: list[Logprobs], offset: int) -> dict[str, Any] | None:
-        """Return the log-probabilities; `offset` is the number of characters before these."""
+    def _show(self, entry: Logprobs) -> ShownLogprobs:
+        best = msgspec.json.encode({_name(t, entry): t.logprob for t in entry.best})
+        return ShownLogprobs(entry.chosen.text, entry.chosen.logprob, msgspec.Raw(best))
+
+    def _logprobs(self, choice: Choice, shown: list[ShownLogprobs]) -> dict[str, Any] | None:
+        """Return the log-probabilities of a choice's next tokens."""
         if not self._wants_logprobs:
             return None
-        ends = accumulate((len(entry.chosen.text) for entry in entries), initial=offset)
+        before = self._lengths[choice.index]
+        *offsets, self._lengths[choice.index] = accumulate(
+            (len(entry.token) for entry in shown), initial=before
+        )
         return {
-            "tokens": [entry.chosen.text for entry in entries],
-            "token_logprobs": [entry.chosen.logprob for entry in entries],
-            "top_logprobs": [{_name(t, entry): t.logprob for t in entry.best} for entry in entries],
-            "text_offset": list(ends)[:-1],
+            "tokens": [entry.token for entry in shown],
+            "token_logprobs": [entry.logprob for entry in shown],
+            "top_logprobs": [entry.best for entry in shown],
+            "text_offset": offsets,
         }
 
 

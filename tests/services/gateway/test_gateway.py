@@ -283,7 +283,7 @@ def test_parts_and_roles_are_understood(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"extra": {"repetition_penalty": 1e-40}}, "repetition_penalty", "invalid_value"),
         ({"extra": {"stop": "x" * 2000}}, "stop", "invalid_value"),
-        ({"n": 17}, "n", "invalid_value"),
+        ({"n": 129}, "n", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),

@@ -154,7 +154,7 @@ def test_other_names_may_be_allowed(host: str, status: int) -> None:
 
 ALIVE: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {}, ": keep-alive"),
-    "messages": ("/v1/messages", {"max_tokens": 5}, 'data: {"type": "ping"}'),
+    "messages": ("/v1/messages", {"max_tokens": 5}, 'data: {"type":"ping"}'),
     "responses": ("/v1/responses", {"input": "a"}, "event: response.in_progress"),
 }
 
@@ -334,7 +334,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "many messages": ("/v1/chat/completions", {"messages": BODY["messages"] * 5000}),
     "many tools": ("/v1/chat/completions", {
         "tools": [{"type": "function", "function": {"name": "a"}}] * 600}),
-    "many choices": ("/v1/chat/completions", {"n": 17}),
+    "many choices": ("/v1/chat/completions", {"n": 129}),
     "many answers": ("/v1/completions", {"prompt": ["a"] * 20, "n": 16}),
     "long stop string": ("/v1/chat/completions", {"stop": ["a" * 2000]}),
     "tiny penalty": ("/v1/chat/completions", {"repetition_penalty": 1e-40}),

@@ -25,7 +25,7 @@ REASON = "cannot load the model: no weights"
 DOORS: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {"messages": HELLO}, ": keep-alive"),
     "completions": ("/v1/completions", {"prompt": "hello"}, ": keep-alive"),
-    "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 5}, 'data: {"type": "ping"}'),
+    "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 5}, 'data: {"type":"ping"}'),
     "responses": ("/v1/responses", {"input": "hello"}, "event: response.in_progress"),
 }
 

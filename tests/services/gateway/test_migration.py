@@ -48,7 +48,7 @@ class Server:
         return self.post_bytes(path, json.dumps(body).encode())
 
     def post_bytes(self, path: str, body: bytes) -> Response:
-        self._stub.texts = ["said"] * 20
+        self._stub.texts = ["said"] * 128
         self._line.request("POST", path, body, {"Content-Type": "application/json"})
         return self._read()
 
@@ -184,7 +184,7 @@ RANGES: list[tuple[str, str, list[Any], list[Any]]] = [
         [{"5": -100}, {"5": 100}],
         [{"5": -101}, {"5": 101}, {"x": 1}, [["a", 1]]],
     ),
-    (CHAT, "n", [1, 16], [0, 17]),
+    (CHAT, "n", [1, 128], [0, 129]),
     (CHAT, "stop", ["a" * 1024, ["a"] * 16], ["a" * 1025, ["a"] * 17]),
     (CHAT, "max_tokens", [1, -1], [0, -2]),
     (CHAT, "max_completion_tokens", [1, -1], [0, -2]),
