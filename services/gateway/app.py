@@ -287,8 +287,13 @@ def _take(reply: Reply, choice: Choice, event: Text | Finished, log: RequestLog)
 
 _IGNORED = "X-Ignored-Fields"
 
+_OLLAMA = "Ollama's own API is not spoken here: use OpenAI's, below /v1"
 _REFUSED = {
     "/completion": "llama.cpp's own API is not spoken here: use /v1/completions",
+    "/infill": "llama.cpp's own API is not spoken here: use /v1/completions with a suffix",
+    "/api/chat": _OLLAMA,
+    "/api/generate": _OLLAMA,
+    "/api/tags": _OLLAMA,
     "/v1/embeddings": "embeddings are not computed here: the models served only generate text",
     "/v1/batches": "there are no batches: send the requests themselves, several at once",
     "/v1/files": "there are no files: send texts in the requests themselves",

@@ -39,6 +39,10 @@ _MOST_NAMES = 32
 """Unknown fields that are named."""
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.", re.DOTALL
+)
+"""An escape: a pair of surrogates, half of one, or any other."""
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
@@ -118,8 +122,9 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
     """
     check_values(body)
     try:
-        fields = msgspec.json.decode(body, type=kind)
-        unknown = _list_once(find_unknown(msgspec.json.decode(body), kind))
+        fields: T
+        fields, value = _decode(body, kind)
+        unknown = _list_once(find_unknown(value, kind))
     except msgspec.ValidationError as error:
         raise to_field_error(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -129,6 +134,53 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
     for name in unknown:
         _log_unknown(name)
     return fields, unknown
+
+
+def _decode(body: bytes, kind: Any) -> tuple[Any, Any]:
+    """Decode a body to its type and to plain values.
+
+    Halves of surrogate pairs, from clients that cut a text within a character, and nulls where a
+    field may be left out are accepted, since they would come again with every turn.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        if (mended := _ESCAPE.sub(_mend_surrogate, body)) == body:
+            raise
+        body, value = mended, msgspec.json.decode(mended)
+    try:
+        return msgspec.json.decode(body, type=kind), value
+    except msgspec.ValidationError:
+        return msgspec.convert(_drop_nulls(value, _inspect(kind)), kind), value
+
+
+def _mend_surrogate(escape: re.Match[bytes]) -> bytes:
+    """Return an escape of JSON, or that of U+FFFD instead of half a surrogate pair."""
+    return rb"\ufffd" if escape["half"] else escape[0]
+
+
+def _drop_nulls(value: Any, kind: types.Type) -> Any:
+    """Return a decoded value without the nulls of fields that cannot be null."""
+    match kind:
+        case types.UnionType(types=options):
+            chosen = _choose(value, options)
+            return value if chosen is None else _drop_nulls(value, chosen)
+        case types.StructType(fields=fields) if isinstance(value, dict):
+            known = {field.encode_name: field for field in fields}
+            return {
+                name: _drop_nulls(content, known[name].type) if name in known else content
+                for name, content in value.items()
+                if content is not None or name not in known or _may_be_null(known[name])
+            }
+        case types.ListType(item_type=item) if isinstance(value, list):
+            return [_drop_nulls(content, item) for content in value]
+        case _:
+            return value
+
+
+def _may_be_null(field: types.Field) -> bool:
+    options = field.type.types if isinstance(field.type, types.UnionType) else (field.type,)
+    return field.required or any(isinstance(o, types.NoneType | types.AnyType) for o in options)
 
 
 def refuse_unknown(names: Sequence[str]) -> None:

@@ -148,8 +148,8 @@ class ServedModels(Closeable):
         return iter(self._models)
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of this name, or the first one for None; raises ApiError."""
-        if name is None or name == _MLX_LM_DEFAULT:
+        """Return the model of this name, or the first one if none is named; raises ApiError."""
+        if not name or name == _MLX_LM_DEFAULT:
             return self._models[0]
         model = self._by_name.get(name)
         if model is None:

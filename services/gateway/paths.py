@@ -1,4 +1,6 @@
-"""Normalise request paths: a slash at the end, no /v1 or two of them."""
+"""Normalise request paths: slashes too many, no /v1 or two of them."""
+
+import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,7 +27,8 @@ class Paths:
 
 def normalise_path(path: str) -> str:
     """Return the path that the routes know."""
-    path = "/" + path.strip("/")
+    place, models, name = path.partition("/models/")  # a name may be a path
+    path = "/" + (re.sub("/+", "/", place) + models + name).strip("/")
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
     if path == "/v1/health":

@@ -64,6 +64,7 @@ class Reply(ABC):
 
     def collect(self, choice: Choice, piece: Piece) -> None:
         """Keep what a non-streaming answer shows of a piece besides its transcript."""
+        del choice, piece
 
     def start(self) -> list[bytes]:
         """Return the events before the first token, also before the reply is opened."""

@@ -1,12 +1,13 @@
 """POST /v1/chat/completions: OpenAI's, with the extensions that local servers share."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from protocol.messages import ChatMessage, Sampling
 from services.gateway.body import decode_body
-from services.gateway.dialects.content import Part, join_text, refuse_media_alone
+from services.gateway.dialects.content import Content, join_text, refuse_media_alone
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -38,7 +39,7 @@ class CalledCustom(Fields, frozen=True, kw_only=True):
 class CalledFunction(Fields, frozen=True, kw_only=True):
     """The function that the assistant called, and its arguments."""
 
-    name: str
+    name: str = ""
     arguments: str | dict[str, Any] | None = None
 
 
@@ -55,7 +56,7 @@ class Turn(Fields, frozen=True, kw_only=True):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[EarlierCall] | None = None
     function_call: CalledFunction | None = None
@@ -74,10 +75,14 @@ class FunctionFields(Fields, frozen=True, kw_only=True):
 
 
 class Tool(Fields, frozen=True, kw_only=True):
-    """A tool; only functions are supported here."""
+    """A tool; only functions are supported here, also in the form of the responses API."""
 
-    type: str
+    type: str = "function"
     function: FunctionFields | None = None
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class NamedFunction(Fields, frozen=True, kw_only=True):
@@ -107,6 +112,8 @@ class ToolChoice(Fields, frozen=True, kw_only=True):
 
     type: str
     function: NamedFunction | None = None
+    name: str | None = None
+    """Its place in the responses API."""
     allowed_tools: AllowedTools | None = None
 
 
@@ -165,6 +172,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionFields], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    """What tools were called before there were others; one is called at a time."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -179,6 +189,8 @@ class ChatOptions(Fields, frozen=True, kw_only=True):
 
     include_usage: bool = False
     include_origins: bool = False
+    calls_functions: bool = False
+    """True if the request has `functions` instead of tools."""
 
 
 def parse_chat(
@@ -202,7 +214,7 @@ def parse_chat(
         choices=request.n or 1,
         functions=functions,
         must_call=must_call,
-        one_call=request.parallel_tool_calls is False,
+        one_call=request.parallel_tool_calls is False or bool(request.functions),
         schema=_read_schema(request.response_format) or request.json_schema,
         thinking=_read_thinking(request),
         template_options=request.chat_template_kwargs or {},
@@ -212,7 +224,9 @@ def parse_chat(
     )
     options = request.stream_options or StreamOptions()
     return task, ChatOptions(
-        include_usage=options.include_usage, include_origins=options.include_origins
+        include_usage=options.include_usage,
+        include_origins=options.include_origins,
+        calls_functions=bool(request.functions),
     )
 
 
@@ -262,19 +276,14 @@ def _describe_earlier(call: EarlierCall) -> dict[str, Any] | None:
 
 def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
     """The functions that may be called, and whether one of them must be."""
-    functions: list[ToolFunction] = []
-    for tool in request.tools or []:
-        if tool.function is None:
-            unknown.append(f"tools[].{tool.type}"[:64])
-            continue
-        functions.append(
-            ToolFunction(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=tool.function.parameters,
-            )
-        )
-    match request.tool_choice:
+    functions = [
+        _read_function(function)
+        for function in [*_list_functions(request.tools or [], unknown), *(request.functions or [])]
+    ]
+    choice: Any = request.tool_choice
+    if choice is None and isinstance(request.function_call, NamedFunction):
+        choice = ToolChoice(type="function", function=request.function_call)
+    match choice or request.function_call:
         case "none" | ToolChoice(type="none"):
             return [], False
         case "required" | "any" | ToolChoice(type="required" | "any"):
@@ -284,12 +293,33 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
         case ToolChoice(allowed_tools=AllowedTools(mode=mode, tools=tools)):
             names = [tool.function.name for tool in tools if tool.function]
             return choose_functions(functions, names, "tool_choice"), mode == "required"
-        case ToolChoice(function=NamedFunction(name=name)):
+        case (
+            ToolChoice(function=NamedFunction(name=name))
+            | ToolChoice(type="function", name=str(name))
+        ):
             return choose_functions(functions, [name], "tool_choice"), True
         case ToolChoice(type=kind):
             raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
         case _:
             return functions, False
+
+
+def _list_functions(tools: list[Tool], unknown: list[str]) -> Iterator[FunctionFields]:
+    for tool in tools:
+        if tool.function is not None:
+            yield tool.function
+        elif tool.type == "function" and tool.name is not None:
+            yield FunctionFields(
+                name=tool.name, description=tool.description, parameters=tool.parameters
+            )
+        else:
+            unknown.append(f"tools[].{tool.type}"[:64])
+
+
+def _read_function(fields: FunctionFields) -> ToolFunction:
+    return ToolFunction(
+        name=fields.name, description=fields.description or "", parameters=fields.parameters
+    )
 
 
 def _read_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ class CompletionsReply(Reply):
 
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
         """Return a choice's last chunk; see `Reply`."""
-        last = self._chunk(choice.index, self._delta(choice, None), finish_reason(choice))
+        last = self._chunk(choice.index, self._delta(choice, None), self._reason(choice))
         return [*self.add(choice, rest), encode_event({**last, **self._figures(choice)})]
 
     def end(self) -> list[bytes]:
@@ -126,6 +126,9 @@ class CompletionsReply(Reply):
     def _usage(self) -> dict[str, Any]:
         return count_usage(self.choices, prompts=self.prompts)
 
+    def _reason(self, choice: Choice) -> str:
+        return finish_reason(choice)
+
     @property
     def _wants_logprobs(self) -> bool:
         return self.choices[0].request.sampling.logprobs is not None
@@ -149,8 +152,12 @@ def finish_reason(choice: Choice) -> str:
     return "tool_calls" if called else _REASONS[choice.end.reason]
 
 
+@dataclass
 class ChatReply(CompletionsReply):
     """Reply to POST /v1/chat/completions."""
+
+    calls_functions: bool = False
+    """True for the answer of the time before tools."""
 
     prefix = "chatcmpl-"
     whole_kind = "chat.completion"
@@ -169,13 +176,23 @@ class ChatReply(CompletionsReply):
             message["reasoning_content"] = transcript.reasoning
         if transcript.calls:
             message["content"] = transcript.content.strip() or None
-            message["tool_calls"] = [describe_call(call) for call in transcript.calls]
+            calls = [describe_call(call) for call in transcript.calls]
+            message |= self._name_calls(calls)
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(self._kept[choice.index]),
-            "finish_reason": finish_reason(choice),
+            "finish_reason": self._reason(choice),
         }
+
+    def _name_calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.calls_functions:
+            return {"function_call": calls[0]["function"]}
+        return {"tool_calls": calls}
+
+    def _reason(self, choice: Choice) -> str:
+        reason = super()._reason(choice)
+        return "function_call" if self.calls_functions and reason == "tool_calls" else reason
 
     def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
         del choice
@@ -188,7 +205,7 @@ class ChatReply(CompletionsReply):
             delta["content"] = piece.content
         if piece.calls:
             numbered = enumerate(piece.calls, start=piece.first_call)
-            delta["tool_calls"] = [{"index": i, **describe_call(call)} for i, call in numbered]
+            delta |= self._name_calls([{"index": i, **describe_call(c)} for i, c in numbered])
         return {"delta": delta, "logprobs": self._logprobs(self._show_all(piece.logprobs))}
 
     def _show(self, entry: Logprobs) -> ShownLogprobs:
@@ -212,6 +229,7 @@ def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
             answers=task.choices,
             include_usage=options.include_usage,
             include_origins=options.include_origins,
+            calls_functions=options.calls_functions,
         )
 
     return Reading(task, make_reply)

@@ -33,15 +33,21 @@ _KINDS = {"image": "images", "audio": "audio", "video": "videos", "file": "files
 
 Part = dict[str, Any]
 """A decoded content block or item."""
+Content = str | list[str | Part] | Part | None
+"""The content of a message: a text, or blocks of any types, which may be texts."""
 
 
-def join_text(
-    content: str | list[Part] | None, ignored: list[str], where: str, separator: str = ""
-) -> str:
+def list_parts(content: Any) -> list[Any]:
+    """Return the content's blocks; a text is a block of its own."""
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def join_text(content: Any, ignored: list[str], where: str, separator: str = "") -> str:
     """Return the text of a content, its parts joined by the separator.
 
     Args:
-        content: a text, or blocks of any types.
+        content: a text, or blocks of any types, or any other value.
         ignored: collects the names of dropped fields, which begin with `where`.
         where: the content's place in the request, such as "messages[].content[]".
         separator: between text parts; other parts get their own lines.
@@ -49,10 +55,10 @@ def join_text(
     Raises:
         ApiError: a field of a part has an impossible type.
     """
-    if not isinstance(content, list):
-        return content or ""
+    if isinstance(content, str):
+        return content
     joined, ends_line = "", True
-    for part in content:
+    for part in list_parts(content):
         is_text = isinstance(part, dict) and part.get("type") in TEXTS
         text = _read_text_part(part, ignored, where) if is_text else to_text(part, ignored, where)
         if joined and text:
@@ -82,17 +88,16 @@ def name_unknown(part: Part, known: Collection[str], ignored: list[str], where: 
             ignored.append(f"{where}.{field}")
 
 
-def refuse_media_alone(content: str | list[Part] | None, where: str) -> None:
+def refuse_media_alone(content: Any, where: str) -> None:
     """Refuse a message without any readable text; raises ApiError.
 
     Only the message to be answered is checked: an image in an earlier turn must not end a
     conversation.
     """
-    if not isinstance(content, list) or not content:
-        return
-    kinds = [str(part.get("type") or "") for part in content]
-    if all(
-        _is_media(kind) and not _find_plain_text(p) for kind, p in zip(kinds, content, strict=True)
+    parts = [part for part in list_parts(content) if isinstance(part, dict)]
+    kinds = [str(part.get("type") or "") for part in parts]
+    if parts and all(
+        _is_media(kind) and not _find_plain_text(p) for kind, p in zip(kinds, parts, strict=True)
     ):
         what = next((name for kind, name in _KINDS.items() if kind in kinds[0]), "documents")
         raise invalid(where, f"{what} are not supported: this model reads text only")
@@ -121,7 +126,7 @@ def _read(value: Any, name: str, ignored: list[str], where: str) -> Iterator[str
             value = "[bytes left out: this model reads text only]"
         yield f"{name}: {value}" if name and value else value
     elif value is not None:
-        yield f"{name}: {json.dumps(value)}"
+        yield f"{name}: {json.dumps(value)}" if name else json.dumps(value)
 
 
 def _read_block(block: dict[str, Any], ignored: list[str], where: str) -> Iterator[str]:

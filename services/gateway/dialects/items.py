@@ -100,7 +100,7 @@ def _read_tool_item(item: Part, kind: str, unknown: list[str]) -> list[ChatMessa
 
 
 def _read_content(content: Any, unknown: list[str]) -> str:
-    if content is not None and not isinstance(content, str | list):
+    if content is not None and not isinstance(content, str | list | dict):
         raise invalid("input", "expected a text or a list of parts")
     return join_text(content, unknown, "input[].content[]")
 
@@ -181,6 +181,8 @@ def _open_namespace(tool: ResponsesTool) -> list[tuple[str, ResponsesTool]]:
 
 
 def _convert(fields: dict[str, Any]) -> ResponsesTool:
+    if isinstance(fields.get("function"), dict):  # the form of the chat API
+        fields = {**fields, **fields["function"]}
     try:
         return msgspec.convert(fields, ResponsesTool)
     except msgspec.ValidationError as error:

@@ -7,7 +7,14 @@ import msgspec
 
 from protocol.messages import ChatMessage, Sampling
 from services.gateway.body import decode_body, to_field_error
-from services.gateway.dialects.content import Part, join_text, name_unknown, refuse_media_alone
+from services.gateway.dialects.content import (
+    Content,
+    Part,
+    join_text,
+    list_parts,
+    name_unknown,
+    refuse_media_alone,
+)
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -31,7 +38,7 @@ class MessageTurn(Fields, frozen=True, kw_only=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: Content = None
 
 
 class MessageTool(Fields, frozen=True, kw_only=True):
@@ -77,11 +84,13 @@ class CountRequest(Fields, frozen=True, kw_only=True):
 
     messages: Annotated[list[MessageTurn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[Part] | None = None
+    system: Content = None
     tools: Annotated[list[MessageTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Its place in earlier versions of the API."""
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -122,7 +131,7 @@ def parse_count(body: bytes, *, strict: bool = False) -> Task:
 def _read_task(request: CountRequest, sampling: Sampling, unknown: list[str]) -> Task:
     functions, must_call = _choose_tools(request, unknown)
     choice, config = request.tool_choice, request.output_config or OutputConfig()
-    schema = config.format.schema if config.format else None
+    form = config.format or request.output_format
     return Task(
         prompts=[_read_prompt(request, unknown)],
         model=request.model,
@@ -130,7 +139,7 @@ def _read_task(request: CountRequest, sampling: Sampling, unknown: list[str]) ->
         functions=functions,
         must_call=must_call,
         one_call=bool(choice and choice.disable_parallel_tool_use),
-        schema=schema,
+        schema=form.schema if form else None,
         thinking=_read_thinking(request.thinking, config.effort),
         unknown=unknown,
     )
@@ -161,7 +170,7 @@ def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
         return [ChatMessage(turn.role, turn.content)]
     messages: list[ChatMessage] = []
     open_turn: list[Part] = []
-    for block in turn.content:
+    for block in list_parts(turn.content):
         if not str(block.get("type")).endswith("tool_result"):
             open_turn.append(block)
             continue
@@ -198,8 +207,6 @@ def _read_blocks(role: str, blocks: list[Part], unknown: list[str]) -> ChatMessa
 def _read_result(block: Part, unknown: list[str]) -> ChatMessage:
     """Return the result of a call, whether the client or a server ran the tool."""
     content = block.get("content")
-    if isinstance(content, dict):
-        content = [content]
     if block.get("type") == "tool_result":
         name_unknown(block, _KNOWN["tool_result"], unknown, _WHERE)
     text = join_text(content, unknown, _WHERE, "\n")
@@ -260,9 +267,7 @@ def _choose_tools(request: CountRequest, unknown: list[str]) -> tuple[list[ToolF
 def _list_tools(request: CountRequest, unknown: list[str]) -> list[MessageTool]:
     """Return the tools, including additions and removals during the conversation."""
     tools = {tool.name: tool for tool in request.tools or []}
-    blocks = (
-        b for turn in request.messages if not isinstance(turn.content, str) for b in turn.content
-    )
+    blocks = (block for turn in request.messages for block in list_parts(turn.content))
     for block in blocks:
         change = block.get("tool")
         if block.get("type") not in _TOOL_CHANGES or not isinstance(change, dict):

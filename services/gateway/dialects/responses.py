@@ -63,7 +63,7 @@ class ReasoningConfig(Fields, frozen=True, kw_only=True):
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
-    input: str | Annotated[list[Part], msgspec.Meta(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[str | Part], msgspec.Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -77,6 +77,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     stream_options: dict[str, Any] | None = None
+    conversation: Any = None
+    prompt: Any = None
 
 
 def parse_responses(
@@ -86,6 +88,11 @@ def parse_responses(
     request, unknown = decode_body(body, ResponsesRequest, strict=strict)
     if request.background:
         raise refuse_value("background", "background responses are not supported: wait, or stream")
+    if request.conversation or request.prompt:
+        where = "conversation" if request.conversation else "prompt"
+        raise refuse_value(
+            where, "nothing is stored on this server but responses: use previous_response_id"
+        )
     functions, must_call = _choose_tools(request, unknown)
     reasoning = request.reasoning or ReasoningConfig()
     task = Task(
@@ -121,15 +128,19 @@ def _read_input(
                 404, reason, code="previous_response_not_found", param="previous_response_id"
             )
         messages += earlier
-    if isinstance(request.input, str):
-        messages.append(ChatMessage("user", request.input))
-    else:
-        for item in request.input:
-            add_item(messages, item, unknown)
-        refuse_media_alone(request.input[-1].get("content") if request.input else None, "input")
+    items = _list_items(request)
+    for item in items:
+        add_item(messages, item, unknown)
+    refuse_media_alone(items[-1].get("content") if items else None, "input")
     if not any(message.role != "system" for message in messages):
         raise invalid("input", "there is nothing to answer")
     return system_first(messages, unknown)
+
+
+def _list_items(request: ResponsesRequest) -> list[Part]:
+    """Return the items of the input; a text is a message of the user."""
+    items = [request.input] if isinstance(request.input, str) else request.input
+    return [{"content": item} if isinstance(item, str) else item for item in items]
 
 
 def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
@@ -160,7 +171,7 @@ def _full_name(chosen: ResponsesToolChoice) -> str:
 def _list_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the tools of the request, and those added during the conversation."""
     tools = list(request.tools or [])
-    for item in request.input if not isinstance(request.input, str) else []:
+    for item in _list_items(request):
         if item.get("type") in TOOL_ITEMS and isinstance(item.get("tools"), list):
             tools += [tool for tool in item["tools"] if isinstance(tool, dict)]
     return tools

@@ -77,14 +77,35 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
             "type": "object",
             "properties": {
                 "name": {"const": function.name},
-                arguments: describe_arguments(function.parameters or {}),
+                arguments: _move_refs(
+                    describe_arguments(function.parameters or {}),
+                    f"#/anyOf/{number}/properties/{arguments}",
+                ),
             },
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        for function in functions
+        for number, function in enumerate(functions)
     ]
     return {"anyOf": kinds}
+
+
+def _move_refs(schema: Any, root: str) -> Any:
+    """Return a schema that has become a part of another one; `root` is its place there."""
+    if isinstance(schema, list):
+        return [_move_refs(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {
+        key: value if key in _DATA else _move_refs(value, root) for key, value in schema.items()
+    }
+    for key in _NAMED & schema.keys():
+        if isinstance(schema[key], dict):
+            moved[key] = {name: _move_refs(part, root) for name, part in schema[key].items()}
+    place = schema.get("$ref")
+    if isinstance(place, str) and place.startswith("#"):
+        moved["$ref"] = root + place[1:]
+    return moved
 
 
 def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +147,8 @@ def _close_named(schemas: Any) -> Any:
 
 _NAMED = {"properties", "$defs", "definitions", "patternProperties"}
 """Keywords whose keys are names, not keywords."""
-_LITERAL = {"const", "enum", "default", "examples", "allOf"}
+_DATA = {"const", "enum", "default", "examples"}
+_LITERAL = _DATA | {"allOf"}
 """Keywords whose values are data, or that only hold together (allOf)."""
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"}
 

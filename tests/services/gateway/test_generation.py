@@ -32,11 +32,13 @@ class FullClient(ScriptedClient):
             raise Busy("too many requests wait already")
         token = ShownToken("said", list(b"said"), -0.5)
         async for event in super().generate(request, on_progress):
-            if isinstance(event, Text):
-                entries = [Logprobs(token, [token])]
-                event = Text(request=1, tokens=[5], origins=["hit"], pieces=["said"],
-                             logprobs=entries)  # fmt: skip
-            yield event
+            is_text = isinstance(event, Text)
+            entries = [Logprobs(token, [token])]
+            yield (
+                Text(request=1, tokens=[5], origins=["hit"], pieces=["said"], logprobs=entries)
+                if is_text
+                else event
+            )
 
 
 def ask(url: str, **fields: Any) -> Any:

@@ -42,13 +42,20 @@ class Server:
     def __init__(self, url: str, stub: ScriptedClient) -> None:
         self._line = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
         self._stub = stub
+        self.texts = ["said"]
+        """What the model says, again and again."""
+
+    @property
+    def last(self) -> Generate:
+        """What the model was asked for last."""
+        return self._stub.requests[-1]
 
     def post(self, path: str, fields: dict[str, Any]) -> Response:
         body = {**LEAST.get(normalise_path(path), {}), **fields}
         return self.post_bytes(path, json.dumps(body).encode())
 
     def post_bytes(self, path: str, body: bytes) -> Response:
-        self._stub.texts = ["said"] * 128
+        self._stub.texts = self.texts * 128
         self._line.request("POST", path, body, {"Content-Type": "application/json"})
         return self._read()
 
@@ -67,7 +74,7 @@ class Server:
         """What the model is asked for."""
         response = self.post(path, fields)
         assert response.status == 200, (fields, response.text)
-        return self._stub.requests[-1]
+        return self.last
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(stub, folder) as url, contextlib.closing(Server(url, stub)) as server:
         yield server
 
+
+FLAT_TOOL = {"type": "function", **TOOL["function"]}
+CALL = {"id": None, "index": 0, "function": {"arguments": "{}"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": 42}
 
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": None}]}),
@@ -106,6 +117,17 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"stream_options": {"include_usage": True}, "best_of": 1, "suffix": None}),
     (TEXT, {"n_predict": 4, "samplers": ["top_k"], "mirostat": 0, "repeat_last_n": 64}),
     (MESSAGES, {"top_p": 0, "top_k": 0, "stop_sequences": [], "metadata": {"user_id": "a"}}),
+    (CHAT, {"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}),
+    (CHAT, {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}),
+    (CHAT, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}, *HELLO]}),
+    (CHAT, {"stream_options": {"include_usage": None}, "model": ""}),
+    (CHAT, {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "look"}}),
+    (CHAT, {"functions": [TOOL["function"]], "function_call": {"name": "look"}}),
+    (MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": None}, *HELLO]}),
+    (MESSAGES, {"messages": [*HELLO, {"role": "user", "content": [RESULT, "a"]}]}),
+    (MESSAGES, {"system": {"type": "text", "text": "a"}}),
+    (RESPONSES, {"input": ["a", {"role": "user", "content": {"type": "input_text", "text": "b"}}]}),
+    (RESPONSES, {"tools": [TOOL], "tool_choice": "required"}),
     (RESPONSES, {"tool_choice": "auto", "metadata": {}, "truncation": "auto", "user": "me"}),
 ]
 
@@ -116,6 +138,40 @@ def test_what_other_servers_accept_is_accepted(server: Server) -> None:
         server.ask(path, **fields)
     ignored = server.post(CHAT, {"cache_prompt": True, "stream_options": {"include_usage": True}})
     assert ignored.headers["X-Ignored-Fields"] == "cache_prompt, stream_options"
+
+
+def test_half_a_character_does_not_lock_a_conversation(server: Server) -> None:
+    """A client that cut a text within a pair of surrogates sends it again with every turn."""
+    text = rb"a\\ud83d \ud83d \ud83d\ude00 \ude00\\"
+    body = b'{"messages": [{"role": "user", "content": "%s"}]}' % text
+    assert server.post_bytes(CHAT, body).status == 200
+    assert server.last.messages[-1].content == "a\\ud83d \ufffd \U0001f600 \ufffd\\"
+    assert server.post_bytes(CHAT, body[:-1]).status == 400
+
+
+def test_functions_are_called_as_before_tools(server: Server) -> None:
+    """The answer has `function_call`, one at most, whole and in a stream."""
+    server.texts = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>']
+    fields = {"functions": [TOOL["function"]], "function_call": "auto"}
+    [choice] = json.loads(server.post(CHAT, fields).text)["choices"]
+    assert choice["message"]["function_call"] == {"name": "look", "arguments": "{}"}
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("function_call", False)
+    stream = server.post(CHAT, {**fields, "stream": True}).text
+    assert '"function_call":{"name":"look","arguments":"{}"}' in stream
+    assert '"finish_reason":"function_call"' in stream
+    server.texts = ["said"]
+    assert "{" not in server.ask(CHAT, **{**fields, "function_call": "none"}).messages[0].content
+
+
+def test_what_would_change_the_answer_is_not_dropped(server: Server) -> None:
+    """A schema in another place holds; a conversation that is stored elsewhere is an error."""
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {}}}}
+    options = server.ask(MESSAGES, output_format=form).sampling.logits_options
+    assert options is not None
+    assert '"a"' in options.grammar
+    for field in ("conversation", "prompt"):
+        response = server.post(RESPONSES, {field: {"id": "x_1"}})
+        assert (response.status, field in response.text) == (400, True)
 
 
 def test_values_act_as_there(server: Server) -> None:
@@ -261,7 +317,13 @@ def test_bodies_and_paths_as_they_come(server: Server) -> None:
     body = b"\xef\xbb\xbf" + json.dumps(LEAST[CHAT]).encode()
     assert server.post_bytes(CHAT, body).status == 200
     for path in LEAST:
-        for written in (f"{path}/", path.removeprefix("/v1"), f"/v1{path}", f"/{path}"):
+        for written in (
+            f"{path}/",
+            path.removeprefix("/v1"),
+            f"/v1{path}",
+            f"/{path}",
+            f"/{path.replace('/', '//')}",
+        ):
             assert server.post(written, {}).status == 200, written
     for path in ("/models", "/v1/models/", "/models/large", "/health/", "/v1/health"):
         assert server.get(path).status != 404, path

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from protocol.decoding.grammar import Grammar
+from protocol.decoding.grammar import Grammar, check_grammar
 from protocol.messages import ChatMessage
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import (
@@ -333,6 +333,26 @@ def test_a_forced_call_without_parameters_has_none(tmp_path: Path) -> None:
     assert {text.strip()[:1] for text in allowed} == {"}", ""}
     free = {"type": "object", "additionalProperties": True}
     assert call_grammar([ToolFunction(name="a", parameters=free)]) != grammar
+
+
+def test_references_in_parameters_hold(tmp_path: Path) -> None:
+    """To definitions and to the whole schema, for each of several functions; data stays data."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}, "kind": {"$ref": "#/$defs/K"}}}
+    first = {**node, "$defs": {"K": {"enum": ["x", {"$ref": "#"}]}}, "required": ["kind"]}
+    second = {**node, "$defs": {"K": {"enum": ["y"]}}, "required": ["kind"]}
+    functions = [
+        ToolFunction(name=name, parameters=wish) for name, wish in (("a", first), ("b", second))
+    ]
+    grammar = call_grammar(functions)
+    check_grammar(grammar)
+    assert '{"$ref": "#"}' in grammar
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    tokenizer: Any = Tokenizer.from_str(tokenizer_json())
+    for kind, fits in (("y", True), ("x", False)):
+        state = Grammar.start(grammar, tmp_path, [EOS])
+        text = f'<tool_call>\n{{"name": "b", "arguments": {{"next": {{"kind": "{kind}"'
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        assert all(state.advance(token) for token in tokens) is fits
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
