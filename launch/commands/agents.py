@@ -52,8 +52,10 @@ def _claude_environment(server: AgentServer) -> dict[str, str]:
         "ANTHROPIC_MODEL": server.model,
         **{f"ANTHROPIC_DEFAULT_{role}_MODEL": server.model for role in roles},
         "ANTHROPIC_SMALL_FAST_MODEL": server.model,
-        # A long prompt may take minutes, and no other address is needed.
+        # A long prompt may take minutes, during which pings do not count; and no other address is
+        # needed.
         "API_TIMEOUT_MS": "3600000",
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "3600000",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
 

@@ -69,6 +69,7 @@ def test_what_a_program_needs_is_printed(tmp_path: Path) -> None:
     done = ssd("claude", "--print-env", "--port", "1", path=tmp_path, SSD_API_KEY="a key")
     assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:1\n" in done.stdout
     assert "export ANTHROPIC_AUTH_TOKEN='a key'\n" in done.stdout
+    assert "export CLAUDE_STREAM_IDLE_TIMEOUT_MS=3600000\n" in done.stdout
     done = ssd("codex", "--print-env", "--port", "1", path=tmp_path)
     assert "export SSD_API_KEY=none\n" in done.stdout
     assert """'model_providers.ssd.base_url="http://127.0.0.1:1/v1"'""" in done.stdout

@@ -142,6 +142,19 @@ def test_calls_are_read(case: tuple[str, str, list[tuple[str, Any]]], data: st.D
     assert len({call.id for call in found}) == len(found)
 
 
+def test_calls_come_as_soon_as_they_are_complete() -> None:
+    """Each when its last brace is there, not when its block or its answer ends."""
+    reader = ToolReader(FUNCTIONS)
+    for text in (f"```json\n{CODED}", f"\n{CODED}", f"\n```\n<tool_call>{CODED}", f",{CODED}"):
+        assert [type(part) for part in reader.push(text) if part != "\n"] == [ParsedCall]
+
+
+def test_other_text_is_not_held_back() -> None:
+    """JSON and code are given away at the first word that belongs to no call."""
+    for text in ('```json\n{"colour', '{"name": "Ann', "```python\nprint(", "find me", "[1"):
+        assert "".join(map(str, ToolReader(FUNCTIONS).push(text))) == text
+
+
 MISTRAL = '[TOOL_CALLS]find[ARGS]{"what": "a < b", "many": 2}'
 MISTRAL_LIST = (
     '[TOOL_CALLS] [{"name": "find", "arguments": {"many": 2, "what": "a < b"}}, '
