@@ -112,18 +112,24 @@ class _Preparing:
     ) -> None:
         self._channel, self._inbox = channel, inbox
         self._identity, self._preparer = identity, preparer
-        self._is_quiet = False
+        self._is_quiet = self._is_due = False
 
     def stop(self) -> None:
-        """Record that there is work."""
-        self._is_quiet = False
+        """Record that there is work. One step follows it, however soon there is more."""
+        self._is_quiet, self._is_due = False, True
 
     def step(self) -> bool:
         """Run a step if no message comes; False if nothing is left to be prepared."""
         if self._preparer.is_complete:
             return False
-        self._is_quiet = not self._inbox.linger(0.0 if self._is_quiet else _QUIET_S)
-        if self._is_quiet and self._preparer.step():
+        if self._is_quiet or self._is_due or not self._inbox.linger(_QUIET_S):
+            self._is_quiet, self._is_due = not self._is_due, False
+            self._run()
+        self._inbox.look(0)
+        return True
+
+    def _run(self) -> None:
+        if self._preparer.step():
             self._channel.send(
                 Prepared(
                     preparation=self._preparer.state,
@@ -133,8 +139,6 @@ class _Preparing:
             )
             if self._preparer.is_complete:
                 freeze_heap()
-        self._inbox.look(0)
-        return True
 
 
 def _serve(channel: Connection, inbox: Inbox, service: Service, prepare: _Preparing) -> bool:

@@ -173,6 +173,22 @@ def test_a_request_comes_between_two_steps(folder: str, monkeypatch: pytest.Monk
         assert gate.taken == 3
 
 
+def test_each_request_is_followed_by_a_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks without a pause does not hold preparation up for ever."""
+    monkeypatch.setattr("services.runtime.loop._QUIET_S", PATIENCE_S)
+    gate = Gate(2)
+    with preparing(folder, Stage("traces", gate)) as service:
+        service.send(Welcome())
+        for taken in (0, 1, 2):
+            service.send(opening(1))
+            assert isinstance(service.receive(), Prefilled)
+            service.send(CloseSequence(sequence=1))
+            if taken < 2:
+                gate.let(1)
+        assert gate.taken == 2
+        assert service.receive() == found("", 1, 1)
+
+
 def test_a_stage_that_fails_is_left_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Steps[None]:
         yield
