@@ -147,10 +147,10 @@ Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
 
 def complete(command: click.Command, name: str) -> None:
     """Add examples to a command and its subcommands, and a text to each flag without one."""
-    for called, one in ((name, command), *_below(command, f"{name} ")):
-        if called in _EXAMPLES and not one.epilog:
-            one.epilog = _format_examples(_EXAMPLES[called])
-        for option in one.params:
+    for called, subcommand in ((name, command), *_below(command, f"{name} ")):
+        if called in _EXAMPLES and not subcommand.epilog:
+            subcommand.epilog = _format_examples(_EXAMPLES[called])
+        for option in subcommand.params:
             if isinstance(option, click.Option) and not option.help:
                 option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
 

@@ -26,17 +26,17 @@ class RemoteServer:
     address: str
     key: str
     """Its public key."""
-    own: Path
-    """File of our keys for it."""
+    key_file: Path
+    """Our keys for it."""
 
 
-def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
+def remote_server_of(address: str, key: str, own_key: str) -> RemoteServer | None:
     """Return the draft server that the settings name, if any; raise UsageError on an error.
 
     Args:
         address: tcp://HOST:PORT.
         key: its public key, or its name in the list of trusted keys.
-        own: name of our keys for it.
+        own_key: name of our keys for it.
     """
     if not address:
         if key:
@@ -47,7 +47,7 @@ def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
             f"the draft server {address} needs its public key (--draft-server-key): "
             "`ssd keys show` prints it there; nothing is sent unencrypted"
         )
-    return RemoteServer(check_address(address), public_key(key), own_keys(own))
+    return RemoteServer(check_address(address), public_key(key), own_keys(own_key))
 
 
 def check_address(address: str) -> str:

@@ -99,7 +99,7 @@ class Executor:
 
         The outcomes of a shared pass arrive together, and the target waits for every follow-up.
         """
-        if any(one is request for one, _ in self._behind):
+        if any(other is request for other, _ in self._behind):
             self.catch_up()
         self._run(request, self._decide, request, outcome, now)
         self._behind.append((request, now))

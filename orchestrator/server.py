@@ -125,7 +125,7 @@ class Orchestrator:
     def run(self) -> None:
         """Serve until the process ends."""
         poller = Poller([self._services, self._clients])
-        poller.read(self._prompts.descriptor)
+        poller.add_reader(self._prompts.descriptor)
         freeze_heap()
         while True:
             self._status.steps.end()
@@ -376,7 +376,7 @@ class Orchestrator:
 
     def _count_streams(self) -> None:
         self._estimates.streams = max(1, self._requests.counts[0])
-        self._registry.draws = any(one.draws for one in self._requests.running.values())
+        self._registry.draws = any(request.draws for request in self._requests.running.values())
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()

@@ -134,7 +134,7 @@ def _format_by_name(config: Config) -> HeadFormat | None:
     names = [*_architectures(config), config.get("speculators_model_type") or ""]
     text = " ".join(str(name).lower() for name in names)
     formats: tuple[HeadFormat, ...] = ("eagle3", "dflash2", "dflash", "dspark")
-    return next((one for one in formats if one in text), None)
+    return next((kind for kind in formats if kind in text), None)
 
 
 def _may_hold_mtp(config: Config) -> bool:

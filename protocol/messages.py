@@ -428,7 +428,7 @@ class Extend(Message, frozen=True, tag="extend", kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The target's log-probability of an emitted token, and of the most likely ones."""
 
-    own: float
+    chosen: float
     best: list[tuple[Token, float]]
 
 
@@ -984,7 +984,7 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     @property
     def drafter(self) -> ServiceStatus | None:
         """The drafter process, if there is one."""
-        return next((one for one in self.services if one.role == "drafter"), None)
+        return next((service for service in self.services if service.role == "drafter"), None)
 
     @property
     def draft_backend(self) -> str | None:

@@ -258,6 +258,35 @@ def test_docstrings_are_sentences(room: str) -> None:
     assert count <= MOST_OPENINGS[room]
 
 
+# fmt: off
+VAGUE = {"asked", "begun", "found", "given", "handed", "known", "one", "own", "said", "seen", "told", "wanted"}
+# fmt: on
+"""Names that do not say what they hold."""
+MOST_VAGUE_NAMES = {"protocol": 0, "services": 457, "orchestrator": 0, "launch": 0, "tests": 999}
+"""They may only fall, too."""
+
+
+@pytest.mark.parametrize("room", MOST_VAGUE_NAMES)
+def test_locals_say_what_they_hold(room: str) -> None:
+    """No more variables, parameters and fields of a room than before have a vague name."""
+    vague = {
+        (path, local, node.lineno)
+        for path in files(room)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Name | ast.arg)
+        for local in bound(node)
+        if local in VAGUE
+    }
+    assert len(vague) <= MOST_VAGUE_NAMES[room]
+
+
+def bound(node: ast.Name | ast.arg) -> list[str]:
+    """The name that a node binds, if it does."""
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    return [node.id] if isinstance(node.ctx, ast.Store) else []
+
+
 MOVERS = {
     "protocol/process/files.py",
     "services/coreml/runtime/native.py",  # from a folder that `files` made

@@ -141,7 +141,7 @@ class LLM(Closeable):
         partial = {request.request: _PartialAnswer(request) for request in requests}
         with contextlib.closing(Client(self._address)) as client:
             for number, event in client.generate_many(requests, _AT_ONCE):
-                partial[number].take(event)
+                partial[number].add(event)
         return [partial[request.request].answer() for request in requests]
 
     def stream(
@@ -169,7 +169,7 @@ class LLM(Closeable):
             partial = _PartialAnswer(request)
             async with places:
                 async for event in self._astream(request):
-                    partial.take(event)
+                    partial.add(event)
             return partial.answer()
 
         async with asyncio.TaskGroup() as group:
@@ -228,7 +228,7 @@ class _PartialAnswer:
         self._texts: list[Text] = []
         self._finished: Finished | None = None
 
-    def take(self, event: Text | Finished) -> None:
+    def add(self, event: Text | Finished) -> None:
         if isinstance(event, Text):
             self._texts.append(event)
         else:
@@ -253,7 +253,9 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
     """Return the prompts as a list; a text, or a list of messages, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    messages: list[Mapping[str, str]] = [one for one in prompts if isinstance(one, Mapping)]
+    messages: list[Mapping[str, str]] = [
+        prompt for prompt in prompts if isinstance(prompt, Mapping)
+    ]
     if messages and len(messages) == len(prompts):
         return [messages]
     if messages:
@@ -261,7 +263,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
             "the prompts mix strings and messages: a conversation is a list of messages, "
             "several conversations are a list of such lists"
         )
-    return [one for one in prompts if not isinstance(one, Mapping)]
+    return [prompt for prompt in prompts if not isinstance(prompt, Mapping)]
 
 
 def _report_trouble(status: ProcessStatus) -> None:

@@ -130,8 +130,8 @@ def _rounds_with_hits(run: BenchRun) -> tuple[list[TraceEvent], list[TraceEvent]
 
 def _each_has_drafts(rounds: Sequence[TraceEvent], drafts: Sequence[TraceEvent]) -> bool:
     return all(
-        any(one.start_us <= draft.start_us < following.start_us for draft in drafts)
-        for one, following in pairwise(rounds)
+        any(event.start_us <= draft.start_us < next_event.start_us for draft in drafts)
+        for event, next_event in pairwise(rounds)
     )
 
 

@@ -72,15 +72,13 @@ class Server:
         Raises:
             RuntimeFailure: it did not become available.
         """
-        deadline, said = Deadline(longest_s), False
+        deadline, is_announced = Deadline(longest_s), False
         while (reason := self._absent(max(_LOOK_S, deadline.remaining))) is not None:
             if deadline.passed:
-                raise RuntimeFailure(
-                    f"{self._host} was not ready within {longest_s:g} s (--wait): {reason}"
-                )
-            if not said:
+                raise RuntimeFailure(f"{self._host} was not ready within {longest_s:g} s: {reason}")
+            if not is_announced:
                 on_wait(f"waiting for {self._host}: {reason}")
-            said = True
+            is_announced = True
             time.sleep(min(_TICK_S, deadline.remaining))
 
     def _absent(self, timeout_s: float) -> str | None:
@@ -122,8 +120,8 @@ class Server:
             try:
                 response = self._post(connection, msgspec.json.encode(body))
                 if response.status != http.client.OK:
-                    said = response.read(2000).decode(errors="replace")
-                    raise RuntimeFailure(f"{self._host} answered {response.status}: {said}")
+                    error = response.read(2000).decode(errors="replace")
+                    raise RuntimeFailure(f"{self._host} answered {response.status}: {error}")
                 for data in events(response):
                     if data == DONE:
                         continue

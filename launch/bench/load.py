@@ -47,12 +47,12 @@ class Load:
     @property
     def tok_s(self) -> float:
         """Tokens of all answers per second."""
-        return sum(one.tokens for one in self.answers) / self.seconds
+        return sum(answer.tokens for answer in self.answers) / self.seconds
 
     @property
     def by_prompt(self) -> dict[int, Tokens | str]:
         """The answers by prompt."""
-        return {one.prompt: one.answer for one in self.answers}
+        return {answer.prompt: answer.answer for answer in self.answers}
 
 
 class _LoadClients:
@@ -132,7 +132,7 @@ def table(loads: Sequence[Load]) -> Table:
         result.add_column(name, justify="left" if name == "mode" else "right")
     base = next((load for load in loads if (load.mode, load.streams) == ("ar", 1)), loads[0])
     for load in loads:
-        statistics = [one.statistics for one in load.answers if one.statistics]
+        statistics = [answer.statistics for answer in load.answers if answer.statistics]
         accepted, drafted = sum(s.accepted for s in statistics), sum(s.drafted for s in statistics)
         hits = sum(s.cache_hits for s in statistics)
         looked_up = hits + sum(s.cache_misses for s in statistics)
@@ -143,7 +143,7 @@ def table(loads: Sequence[Load]) -> Table:
             f"{load.tok_s:.1f}",
             f"{load.tok_s / base.tok_s:.2f}",
             # mlx-lm gets all prompts at once: its first tokens are delayed by the queue.
-            f"{1e3 * median(one.ttft_s for one in load.answers):.0f}"
+            f"{1e3 * median(answer.ttft_s for answer in load.answers):.0f}"
             if load.mode != MLX_LM
             else "-",
             f"{accepted / drafted:.2f}" if drafted else "-",

@@ -73,9 +73,9 @@ def _bare(value: Any) -> Any:
             # First the home, whose name may contain spaces, which end a path in a sentence.
             return _PATH.sub("", value.replace(f"{Path.home()}/", "~/"))
         case list():
-            return [_bare(one) for one in value]
+            return [_bare(item) for item in value]
         case dict():
-            return {key: _bare(one) for key, one in value.items()}
+            return {key: _bare(item) for key, item in value.items()}
     return value
 
 
@@ -157,12 +157,13 @@ def format_probe(result: ProbeResult) -> Iterator[str]:
                 "of writing while the prompt is computed"
             )
         case "prefill":
-            for one in result.prefills:
+            for prefill in result.prefills:
                 yield (
-                    f"prefill of {one.tokens} tokens: {one.mlx_ms:.0f} ms by MLX"
-                    f"{_format_speed(one.tokens, one.mlx_ms)}; {one.coreml_ms:.0f} through the "
+                    f"prefill of {prefill.tokens} tokens: {prefill.mlx_ms:.0f} ms by MLX"
+                    f"{_format_speed(prefill.tokens, prefill.mlx_ms)}; "
+                    f"{prefill.coreml_ms:.0f} through the "
                     f"package on {result.compute_unit}"
-                    f"{_format_speed(one.tokens, one.coreml_ms, result.compute_unit)}"
+                    f"{_format_speed(prefill.tokens, prefill.coreml_ms, result.compute_unit)}"
                 )
         case _:
             yield f"{result.kind} {result.per_second:.1f} a second on {result.compute_unit}"

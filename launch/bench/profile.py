@@ -112,14 +112,14 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
 
 
 def _predict(scenario: Scenario, progress: Callable[[str], None]) -> SpeedPrediction:
-    found = compare(scenario, strategy_grid(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
-    best = found.best_fixed or found.adaptive
+    comparison = compare(scenario, strategy_grid(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
+    best = comparison.best_fixed or comparison.adaptive
     strategy = best.strategy
     fixed = f"ssd:k={strategy.num_draft_tokens}:b={strategy.branches}"
     speeds = {
-        "ar": found.plain.tok_s,
-        "sd": found.sequential.tok_s,
-        "ssd": found.adaptive.tok_s,
+        "ar": comparison.plain.tok_s,
+        "sd": comparison.sequential.tok_s,
+        "ssd": comparison.adaptive.tok_s,
         fixed: best.tok_s,
     }
     chosen = "ar"

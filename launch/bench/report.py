@@ -77,18 +77,20 @@ def _e(text: object) -> str:
 
 def _head(result: BenchFile) -> str:
     target, drafter = (Path(m).name for m in (result.config.model, result.config.draft_model))
-    found = f"<h1>{_e(target)}, drafted for by {_e(drafter or result.config.draft_backend)}</h1>"
-    found += f"<p class=small>{_e(result.hardware.processor)}, {_e(_units(result))}</p>"
+    html = f"<h1>{_e(target)}, drafted for by {_e(drafter or result.config.draft_backend)}</h1>"
+    html += f"<p class=small>{_e(result.hardware.processor)}, {_e(_units(result))}</p>"
     for sentence in headline(result):
-        found += f"<p class=headline>{_e(sentence)}</p>"
+        html += f"<p class=headline>{_e(sentence)}</p>"
     if reading := describe_reading(result):
-        found += f"<p>{_e(reading.capitalize())}.</p>"
+        html += f"<p>{_e(reading.capitalize())}.</p>"
     kind = {True: "good", False: "bad", None: "note"}[result.checks.lossless]
     if result.checks.lossless is False:
-        said = f"NOT LOSSLESS: {len(result.checks.divergences)} answers differ from plain decoding."
+        sentence = (
+            f"NOT LOSSLESS: {len(result.checks.divergences)} answers differ from plain decoding."
+        )
     else:
-        said = verdict(result.checks).capitalize() + "."
-    return f"{found}<div class='box {kind}'>{_e(said)}</div>"
+        sentence = verdict(result.checks).capitalize() + "."
+    return f"{html}<div class='box {kind}'>{_e(sentence)}</div>"
 
 
 def _units(result: BenchFile) -> str:

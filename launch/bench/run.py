@@ -82,11 +82,11 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
             await_prepared(one)
         cold["prepared_s"] = time.monotonic() - began
         status = client.status()
-        found = None
+        profiled = None
         if config.profile:
-            told = progress(40)
-            told("a few answers")
-            found = profile(verify_ms, draft_ms, sample(client, config.prompts), told)
+            step = progress(40)
+            step("a few answers")
+            profiled = profile(verify_ms, draft_ms, sample(client, config.prompts), step)
         bench = _runs(config, {"": client, **others}, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         reading = None
@@ -94,12 +94,12 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
             read = next((s.weight_bytes for s in status.services if s.weight_bytes), 0)
             weight_bytes = read or read_weight_bytes(config.pair.model, survey.device)
             reading = WeightReading(weight_bytes=weight_bytes, read_bytes_s=survey.read_bytes_s)
-        measured = Measured(cold, found, overlap, reading)
+        measured = Measured(cold, profiled, overlap, reading)
         return _result(bench, _config(config), hardware, measured)
 
 
 def _measure_alone(
-    config: BenchConfig, text: list[int], told: Progress
+    config: BenchConfig, text: list[int], progress: Progress
 ) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
     """Measure T_v, T_d and the overlap before a stack runs that would disturb them."""
     if not (config.profile or config.overlap):
@@ -107,11 +107,11 @@ def _measure_alone(
     with open_profilers(config.settings, config.pair, text) as both:
         verify_ms, draft_ms = {}, {}
         if config.profile:
-            told("target and drafter, each alone")
+            progress("target and drafter, each alone")
             verify_ms, draft_ms = both.verify_ms(), both.draft_ms()
         overlap = None
         if config.overlap:
-            told("target and drafter, in turn and together")
+            progress("target and drafter, in turn and together")
             overlap = both.overlap()
         return verify_ms, draft_ms, overlap
 

@@ -34,13 +34,13 @@ def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) ->
     if file is not None and preset is not None:
         raise UsageError("give a file or a --preset, not both")
     path = file or (_DEVICES / f"{preset}.toml" if preset else None)
-    values = _read(path) if path else {}
+    values = _parse_toml(path) if path else {}
     if path:
         values.setdefault("name", path.stem)
     for section, kind in (("device", Device), ("acceptance", AcceptanceModel)):
-        given = values.setdefault(section, {})
-        if isinstance(given, dict):
-            given |= {name: flags[name] for name in kind.__struct_fields__ if name in flags}
+        fields = values.setdefault(section, {})
+        if isinstance(fields, dict):
+            fields |= {name: flags[name] for name in kind.__struct_fields__ if name in flags}
     values |= {name: flags[name] for name in Scenario.__struct_fields__ if name in flags}
     try:
         return msgspec.convert(values, Scenario)
@@ -51,7 +51,7 @@ def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) ->
         raise UsageError(f"{describe(error)} ({hint})") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _parse_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

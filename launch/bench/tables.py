@@ -114,18 +114,18 @@ def memory(result: BenchFile) -> str:
     return "peak memory, GB: " + ", ".join(f"{name} {used:.2f}" for name, used in peaks.items())
 
 
-def profile(found: Profile) -> Table:
+def profile(profiled: Profile) -> Table:
     """Build a table of the machine and the pair, and the expected speeds."""
     table = _empty("profile", "")
-    table.add_row("T_v(m), ms", "  ".join(f"{m}: {ms:.1f}" for m, ms in found.verify_ms.items()))
-    if found.draft_ms:
-        cells = "  ".join(f"{b}: {ms:.2f}" for b, ms in found.draft_ms.items())
+    table.add_row("T_v(m), ms", "  ".join(f"{m}: {ms:.1f}" for m, ms in profiled.verify_ms.items()))
+    if profiled.draft_ms:
+        cells = "  ".join(f"{b}: {ms:.2f}" for b, ms in profiled.draft_ms.items())
         table.add_row("T_d(B), ms", cells)
-    table.add_row("a message, ms", f"{found.ipc_ms:.3f}")
-    table.add_row("T_v during drafting", f"+{found.contention:.0%}")
-    table.add_row("acceptance", f"{found.acceptance_rate:.2f}")
-    if found.prediction is not None:
-        p = found.prediction
+    table.add_row("a message, ms", f"{profiled.ipc_ms:.3f}")
+    table.add_row("T_v during drafting", f"+{profiled.contention:.0%}")
+    table.add_row("acceptance", f"{profiled.acceptance_rate:.2f}")
+    if profiled.prediction is not None:
+        p = profiled.prediction
         cells = "  ".join(f"{mode} {speed:.1f}" for mode, speed in p.tok_s.items())
         table.add_row("predicted tok/s", cells)
         knobs = (

@@ -50,13 +50,13 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         """True if mlx-lm drafts by itself, which requires a draft model that it can load."""
         return self.is_reference and self.num_draft_tokens > 0
 
-    def sampling(self, given: Sampling) -> Sampling:
+    def sampling(self, base: Sampling) -> Sampling:
         """Return the sampling with this variant's acceptance rule; raise UsageError on a
         conflict.
         """
         mine: dict[str, Any] = {"acceptance": self.acceptance, "saguaro": self.saguaro}
         changes = {name: value for name, value in mine.items() if value is not None}
-        changed = msgspec.structs.replace(given, **changes)
+        changed = msgspec.structs.replace(base, **changes)
         check_sampling(changed)
         return changed
 

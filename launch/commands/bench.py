@@ -100,25 +100,25 @@ def command(**options: Any) -> None:  # fmt: skip
 def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
     """Measure each converted model of the pair: its functions, and prompts."""
     models = [Path(folder) for folder in (pair.model, pair.draft_model) if folder]
-    converted = [(folder, one) for folder in models if (one := find_converted(folder))]
+    converted = [(folder, package) for folder in models if (package := find_converted(folder))]
     if not converted:
         raise UsageError("neither model is converted; `ssd convert --model MODEL` does that")
     units = "cpu_and_ne" if sys.platform == "darwin" else "reference"
-    found = []
+    results = []
     with contextlib.closing(Lifeline()) as lifeline:
-        for folder, one in converted:
-            console.stdout().print(one.name, style="bold", markup=False)
-            common: dict[str, Any] = {"model": str(one), "compute_units": units}
+        for folder, package in converted:
+            console.stdout().print(package.name, style="bold", markup=False)
+            common: dict[str, Any] = {"model": str(package), "compute_units": units}
             kinds: list[dict[str, Any]] = [{"kind": "functions"}]
-            if one != folder:  # there is a model to compute the same prompts by MLX
+            if package != folder:  # there is a model to compute the same prompts by MLX
                 kinds.append({"kind": "prefill", "target": str(folder), "seconds": _PREFILL_S})
             for kind in kinds:
                 with ProbeWorker(lifeline, **common, **kind) as worker:
-                    found.append(worker.measure())
-                for line in format_probe(found[-1]):
+                    results.append(worker.measure())
+                for line in format_probe(results[-1]):
                     console.stdout().print(f"  {line}", markup=False)
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 _PREFILL_S = 30.0
@@ -149,7 +149,7 @@ def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
         for sampling in samplings:
             variant.sampling(sampling)
     prompts, source = _take_prompts(options)
-    wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
+    counts = {name: options.pop(name) for name in ("max_tokens", "repeats")}
     # With the KV of an earlier mode's run, every later one's first token would come sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
@@ -172,7 +172,7 @@ def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
         profile=only in ("profile", "everything"),
         overlap=only in ("overlap", "everything"),
         runs=runs,
-        **wanted,
+        **counts,
     )
 
 

@@ -112,13 +112,13 @@ def _run(values: dict[str, Any]) -> ConvertResult:
 def _follow(worker: JsonWorker, bar: Progress) -> ConvertResult:
     """Display all events; raise the error that the process died of."""
     task = bar.add_task("reading", total=1.0)
-    said = ""
+    printed = ""
     for event in worker.events(ConvertEvent):
         if isinstance(event, ConvertProgress):
             bar.update(task, description=event.what, completed=event.done)
-            if not bar.console.is_terminal and event.what != said:
+            if not bar.console.is_terminal and event.what != printed:
                 bar.console.print(event.what)
-                said = event.what
+                printed = event.what
     return worker.result(ConvertResult)
 
 
@@ -130,9 +130,9 @@ def _show(converted: ConvertResult) -> None:
         out.print("not compared with the model")
         return
     out.print(_format_agreement(agreed))
-    for route, one in converted.routes.items():
-        out.print(f"by {route}: {_format_agreement(one)}")
-        for apart in one.differences:
+    for route, agreement in converted.routes.items():
+        out.print(f"by {route}: {_format_agreement(agreement)}")
+        for apart in agreement.differences:
             out.print(
                 f"  position {apart.position}: token {apart.package}, the model's {apart.model} "
                 f"has a margin of {apart.margin:.4f}"

@@ -217,10 +217,10 @@ def _show(finished: DistillFinished, *, as_json: bool) -> None:
         out.print(verdict, style="bold", markup=False)
     for name, value in figures["by_category"].items():
         out.print(f"  {name} {value:.3f}")
-    for one in figures["acceptance"]:
+    for rates in figures["acceptance"]:
         out.print(
-            f"acceptance at T={one['temperature']}: coupled {one['coupled']:.3f}, "
-            f"rejection {one['rejection']:.3f}"
+            f"acceptance at T={rates['temperature']}: coupled {rates['coupled']:.3f}, "
+            f"rejection {rates['rejection']:.3f}"
         )
     for name in ("hits", "hits_after_rejection"):
         curve = " ".join(f"{width}:{value:.2f}" for width, value in figures[name].items())

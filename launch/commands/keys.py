@@ -48,10 +48,10 @@ def forget(name: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_keys(*, as_json: bool) -> None:
     """List your keys and those you trust, without secrets."""
-    own, trusted = keyring.list_own_keys(), keyring.list_trusted_keys()
+    own_keys, trusted = keyring.list_own_keys(), keyring.list_trusted_keys()
     if as_json:
-        console.write(json.dumps({"own": own, "trusted": trusted}) + "\n")
+        console.write(json.dumps({"own": own_keys, "trusted": trusted}) + "\n")
         return
-    for kind, names in (("own", own), ("trusted", trusted)):
+    for kind, names in (("own", own_keys), ("trusted", trusted)):
         for name, key in names.items():
             console.write(f"{kind:<8} {name:<20} {key}\n")

@@ -65,12 +65,12 @@ def command(context: click.Context, /, **options: Any) -> None:
     prefix cache (--prompt-cache-size 0), since each prompt is sent once per row of the table.
     """
     streams = _numbers(options.pop("streams"))
-    url, given = options.pop("url"), str(options.pop("modes") or "").split(",")
-    known = _HTTP_MODES if url else _MODES
+    url, mode_names = options.pop("url"), str(options.pop("modes") or "").split(",")
+    possible = _HTTP_MODES if url else _MODES
     usual: list[str] = ["server"] if url else ["ar", "ssd", load.MLX_LM]
-    modes: list[str] = given if any(given) else usual
-    if unknown := set(modes) - set(known):
-        raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(known)}")
+    modes: list[str] = mode_names if any(mode_names) else usual
+    if unknown := set(modes) - set(possible):
+        raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(possible)}")
     api_key = options.pop("api_key")
     texts = [p.prompt for p in chosen_prompts(options.pop("prompts"), 0)]
     count, max_tokens = options.pop("requests"), options.pop("max_tokens")
@@ -117,17 +117,17 @@ def _of_stack(
     settings = settings_of(**options)
     tokenizer = TargetTokenizer(Path(pair_of(settings).model))
     prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
-    own = [mode for mode in modes if mode != load.MLX_LM]
+    own_modes = [mode for mode in modes if mode != load.MLX_LM]
     compares_mlx_lm = load.MLX_LM in modes and not sampling.temperature
     with contextlib.ExitStack() as opened:
         ask: dict[str, _Ask] = {}
-        if own:
+        if own_modes:
             supervisor = opened.enter_context(private_stack(settings, console.report_trouble))
             address = supervisor.run_dir.clients_address
             load.load_stack(address, _requests(prompts[:1], "ssd", sampling, 16), 1)  # warm-up
             with contextlib.closing(Client(address)) as client:
                 await_prepared(client)
-            for mode in own:
+            for mode in own_modes:
                 requests = _requests(prompts, mode, sampling, max_tokens)
                 ask[mode] = partial(load.load_stack, address, requests)
         if compares_mlx_lm:
@@ -140,7 +140,7 @@ def _of_stack(
             )
         # Interleaved, so that a slow phase of the machine affects all of them.
         results = [(mode, ask[mode](streams=number)) for number in streams for mode in ask]
-    return [one for mode in ask for name, one in results if name == mode]
+    return [result for mode in ask for name, result in results if name == mode]
 
 
 def _numbers(text: str) -> list[int]:

@@ -15,8 +15,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def _reaches_level(line: str, level: str) -> bool:
-    said = str(parse_line(line).get("level", "error"))
-    return said not in _LEVELS or _LEVELS.index(said) >= _LEVELS.index(level)
+    line_level = str(parse_line(line).get("level", "error"))
+    return line_level not in _LEVELS or _LEVELS.index(line_level) >= _LEVELS.index(level)
 
 
 @click.command("logs")

@@ -90,14 +90,14 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     survey = ask_hardware()
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
-        own = find_converted(target)
-        probes = _probes(common, _choose_probes(str(target), own, options))
+        converted = find_converted(target)
+        probes = _probes(common, _choose_probes(str(target), converted, options))
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
     console.stderr().print("measuring: kernels for few rows")
     kernels = ask_kernel_report(str(target), "auto", survey.device, passes=True)
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
     # Self-drafting with a target of any size is only feasible on a device.
-    drafter = (own if _on_mac() else None) or folder
+    drafter = (converted if _on_mac() else None) or folder
     settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
     answers: list[MeasuredAnswer] = []
     failed = ""
@@ -120,7 +120,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
         answers=answers,
         stack=f"{target.name} with {drafter.name}",
         answers_failed=failed,
-        not_measured=missing if own else [*missing, _SAME_MODEL.format(target.name)],
+        not_measured=missing if converted else [*missing, _SAME_MODEL.format(target.name)],
     )
 
 
@@ -140,53 +140,55 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _choose_probes(
+    target: str, converted: Path | None, options: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Choose probes: injection; functions by compute unit; prompts; a long run.
 
     `own` is the target's own conversion, if there is one.
     """
     seconds = options["seconds"]
     calls, soak = round(_CALLS * seconds), round(_SOAK * seconds)
-    wanted: list[dict[str, Any]] = [
+    probes: list[dict[str, Any]] = [
         {"kind": "injection", "target": target, "calls": calls, "half": half}
         for half in (False, True)
     ]
     for units in _UNITS if _on_mac() else ("reference",):
-        wanted.append({"kind": "functions", "compute_units": units, "calls": calls})
+        probes.append({"kind": "functions", "compute_units": units, "calls": calls})
         if _on_mac():
-            wanted.append({"kind": "device", "compute_units": units})
+            probes.append({"kind": "device", "compute_units": units})
     units = "cpu_and_ne" if _on_mac() else "reference"
-    if own is not None:
+    if converted is not None:
         prefill = {
             "kind": "prefill",
-            "model": str(own),
+            "model": str(converted),
             "target": target,
             "seconds": _PREFILL_LOOPS * seconds,
         }
-        wanted.append({**prefill, "compute_units": units})
-    return [*wanted, {"kind": "soak", "compute_units": units, "calls": soak}]
+        probes.append({**prefill, "compute_units": units})
+    return [*probes, {"kind": "soak", "compute_units": units, "calls": soak}]
 
 
-def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[ProbeResult]:
-    found = []
-    for told in wanted:
+def _probes(common: dict[str, Any], probes: list[dict[str, Any]]) -> list[ProbeResult]:
+    results = []
+    for probe in probes:
         console.stderr().print(
-            f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip()
+            f"measuring: {probe['kind']} {probe.get('compute_units', '')}".rstrip()
         )
-        with ProbeWorker(**{**common, **told}) as worker:
-            found.append(worker.measure())
-    return found
+        with ProbeWorker(**{**common, **probe}) as worker:
+            results.append(worker.measure())
+    return results
 
 
 def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[ProbeResult]]:
     """Measure drafting on the Neural Engine and decoding on the GPU: each alone, then both at
     once.
     """
-    told: dict[str, Any] = {"model": common["model"], "seconds": seconds}
+    loop_settings: dict[str, Any] = {"model": common["model"], "seconds": seconds}
     units = "cpu_and_ne" if _on_mac() else "reference"
     loops = (
-        {**told, "kind": "draft-loop", "compute_units": units},
-        {**told, "kind": "target-loop", "target": target},
+        {**loop_settings, "kind": "draft-loop", "compute_units": units},
+        {**loop_settings, "kind": "target-loop", "target": target},
     )
     console.stderr().print("measuring: overlap")
     alone = []

@@ -10,7 +10,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
+from launch.models.catalog import Fit, Model, add_folder, find_model, list_models, pairs, remove
 from launch.models.default_pair import DEFAULT, add_default
 from launch.models.gguf_models import (
     convert_once,
@@ -117,7 +117,7 @@ def inspect(model: str, *, as_json: bool) -> None:
     Architecture, parameters, context, vocabulary, quantisation, memory. MODEL is a
     folder, or a name that `ssd models list` shows. Only the heads of its files are read.
     """
-    description = read(model)
+    description = find_model(model)
     layers = describe_layers(description.folder)
     deviations = read_deviations(Path(description.folder))
     if as_json:
@@ -126,8 +126,8 @@ def inspect(model: str, *, as_json: bool) -> None:
     else:
         card = _card(description)
         card.add_row("layers", layers.misfit or layers.rewinding)
-        for one in deviations:
-            card.add_row("not exact", describe_inexact(one))
+        for deviation in deviations:
+            card.add_row("not exact", describe_inexact(deviation))
         console.stdout().print(card)
 
 
@@ -143,7 +143,7 @@ def pull(name: str, *, as_json: bool) -> None:
     """
     folder = download(name)
     console.stderr().print(f"{name} is at {folder}", markup=False)
-    description = read(str(folder))
+    description = find_model(str(folder))
     if as_json:
         _print(description)
     else:

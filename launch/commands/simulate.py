@@ -52,11 +52,11 @@ def command(file: Path | None, preset: str | None, **options: Any) -> None:
     times and tokens come from models of them.
     """  # fmt: skip
     as_json, sweep = options.pop("as_json"), options.pop("sweep")
-    asked = _take_strategy(options)
-    given = read_more(options.pop("more"), MORE)
-    given |= {name: value for name, value in options.items() if value is not None}
-    scenario = scenarios.scenario_of(file, preset, given)
-    _run(scenario, asked, sweep=sweep, as_json=as_json)
+    strategy = _take_strategy(options)
+    values = read_more(options.pop("more"), MORE)
+    values |= {name: value for name, value in options.items() if value is not None}
+    scenario = scenarios.scenario_of(file, preset, values)
+    _run(scenario, strategy, sweep=sweep, as_json=as_json)
 
 
 def _take_strategy(options: dict[str, Any]) -> Strategy:
@@ -68,12 +68,12 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
     )
 
 
-def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
+def _run(scenario: Scenario, strategy: Strategy, *, sweep: bool, as_json: bool) -> None:
     with console.stderr().status("simulating") as status:
         comparison = compare(scenario, strategy_grid() if sweep else (), status.update)
         runs = [comparison.plain, comparison.sequential, comparison.adaptive]
-        if asked != Strategy():
-            runs.append(simulate(scenario, asked))
+        if strategy != Strategy():
+            runs.append(simulate(scenario, strategy))
     if comparison.best_fixed is not None:
         runs.append(comparison.best_fixed)
     if as_json:

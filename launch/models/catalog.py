@@ -75,7 +75,7 @@ def list_models() -> list[Model]:
     return [*_list_own(), *_list_hub(), *_list_ggufs()]
 
 
-def read(reference: str) -> Model:
+def find_model(reference: str) -> Model:
     """Read one model: a folder, `default`, a GGUF file, or a name in a cache.
 
     Nothing is downloaded; a GGUF file is converted if it has not been.
@@ -151,7 +151,7 @@ def remove(name: str) -> Path:
     if place.is_symlink():
         folder = place.resolve()
         place.unlink()
-        others = [one.resolve() for one in place.parent.iterdir() if one.is_symlink()]
+        others = [link.resolve() for link in place.parent.iterdir() if link.is_symlink()]
         if folder.parent == conversions_dir().resolve() and folder not in others:
             shutil.rmtree(folder)
     else:
@@ -204,10 +204,16 @@ def _list_ggufs() -> Iterator[Model]:
     paths = [str(file.path) for file in files]
     lines = run_module("list of GGUF files", "services.gguf.describe", *paths).splitlines()
     for file, line in zip(files, lines, strict=True):
-        said = msgspec.to_builtins(msgspec.json.decode(line, type=GGUFDescription))
+        description = msgspec.to_builtins(msgspec.json.decode(line, type=GGUFDescription))
         source: Source = "ollama" if file.name.startswith(OLLAMA) else "lmstudio"
         size = file.path.stat().st_size
-        yield Model(name=file.name, folder=said.pop("path"), source=source, disk_bytes=size, **said)
+        yield Model(
+            name=file.name,
+            folder=description.pop("path"),
+            source=source,
+            disk_bytes=size,
+            **description,
+        )
 
 
 def _describe(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:
@@ -241,11 +247,11 @@ def _complete(bare: Model, weights: Weights, vocabulary: Vocabulary) -> Model:
 
 def _quantization(folder: Path) -> str:
     config: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
-    said = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(said, dict) or "bits" not in said:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(quantization, dict) or "bits" not in quantization:
         return ""
-    group = said.get("group_size")
-    return f"{said['bits']} bits" + (f", groups of {group}" if group else "")
+    group = quantization.get("group_size")
+    return f"{quantization['bits']} bits" + (f", groups of {group}" if group else "")
 
 
 def _disk(folder: Path) -> int:

@@ -26,7 +26,11 @@ def default_conversion_dir(folder: Path) -> Path:
 def find_converted(folder: Path) -> Path | None:
     """Return the converted form of a model, if there is one: itself, or the folder next to it."""
     return next(
-        (one for one in (folder, default_conversion_dir(folder)) if (one / _MANIFEST).is_file()),
+        (
+            place
+            for place in (folder, default_conversion_dir(folder))
+            if (place / _MANIFEST).is_file()
+        ),
         None,
     )
 

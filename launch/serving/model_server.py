@@ -132,8 +132,14 @@ class ModelServer:
 
     def _start_gateway(self) -> Child:
         assert self._listener is not None  # noqa: S101  # set by `start`
-        told = self._settings, self._offer(), self.run_dir, self._lifeline.child_end, self._listener
-        child = start_gateway(*told, model_server=self.run_dir.control_address)
+        arguments = (
+            self._settings,
+            self._offer(),
+            self.run_dir,
+            self._lifeline.child_end,
+            self._listener,
+        )
+        child = start_gateway(*arguments, model_server=self.run_dir.control_address)
         self._gateway = child
         self.run_dir.note([child.pid])
         self._report_gateway("starting", "")
@@ -142,15 +148,15 @@ class ModelServer:
     def _offer(self) -> list[GatewayModel]:
         """Return the models for the gateway; the first is the default."""
         names = [[entry.name, *entry.aliases] for entry in self._entries]
-        known = {name for own in names for name in own}
-        names[0] += [name for name in ("default", "default_model") if name not in known]
+        taken_names = {name for aliases in names for name in aliases}
+        names[0] += [name for name in ("default", "default_model") if name not in taken_names]
         return [
             GatewayModel(
-                names=own,
+                names=aliases,
                 clients_address=self._stacks.run_dir(entry.name).clients_address,
                 drafters=list(entry.drafters),
             )
-            for entry, own in zip(self._entries, names, strict=True)
+            for entry, aliases in zip(self._entries, names, strict=True)
         ]
 
     # ------------------------------------------------------------ the deciding thread
@@ -180,7 +186,7 @@ class ModelServer:
         for event in self._stacks.events():
             self._learn(event, control, now)
         while received := control.receive():
-            self._take(control, *received, now)
+            self._handle(control, *received, now)
         self._look_after_gateway(now)
         self._keep_reachable(control, now)
         free_bytes = psutil.virtual_memory().available
@@ -203,7 +209,7 @@ class ModelServer:
                 for action in self._pool.on_drafter(model, reason, now):
                     self._act(action, control, now)
 
-    def _take(
+    def _handle(
         self,
         control: Hub[ToModelServer],
         peer: bytes,
@@ -225,7 +231,7 @@ class ModelServer:
                 gateway = [describe_gateway(self._gateway)] if self._gateway is not None else []
                 control.send(peer, Stack(processes=[*gateway, *self._stacks.processes()]))
             case SwapDrafter():
-                stacks = ", ".join(f"--name {one.stack}" for one in self._pool.describe())
+                stacks = ", ".join(f"--name {model.stack}" for model in self._pool.describe())
                 control.send(
                     peer, Rejected(f"this server has several models; give one of {stacks}")
                 )

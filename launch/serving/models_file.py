@@ -99,9 +99,9 @@ def read_models(path: Path, common: StackSettings) -> list[ModelEntry]:
     Raises:
         UsageError: it cannot be read, names no model, or a table is wrong, naming the table.
     """
-    if given := sorted(_list_given(common) & _OF_ONE_MODEL):
+    if misplaced := sorted(_list_given(common) & _OF_ONE_MODEL):
         raise UsageError(
-            f"{given[0]!r} is for one model; with --models it belongs in that model's table"
+            f"{misplaced[0]!r} is for one model; with --models it belongs in that model's table"
         )
     tables = _read_folder(path) if path.is_dir() else _read_file(path)
     if not tables:
@@ -148,23 +148,23 @@ def _parse_table(name: str, table: Any, common: StackSettings, slug: str, where:
         raise UsageError(f"{where}: {misplaced[0]!r} is for all models; give it to the server")
     shared = {key: value for key, value in table.items() if key not in ours}
     try:
-        own = msgspec.convert({k: v for k, v in table.items() if k in ours}, _ModelTable)
+        model = msgspec.convert({k: v for k, v in table.items() if k in ours}, _ModelTable)
         settings = msgspec.convert(msgspec.to_builtins(common) | shared, StackSettings)
         check_numbers(settings)
     except msgspec.ValidationError as error:
         raise UsageError(f"{where}: {describe(error)}") from error
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    for drafter, described in own.drafters.items():
+    for drafter, described in model.drafters.items():
         try:
             described.swap()
         except UsageError as error:
             raise UsageError(f"{where}, drafter {drafter!r}: {error}") from error
     return ModelEntry(
         name=name,
-        aliases=tuple(own.aliases),
-        keep_loaded=own.keep_loaded,
-        drafters=own.drafters,
+        aliases=tuple(model.aliases),
+        keep_loaded=model.keep_loaded,
+        drafters=model.drafters,
         settings=msgspec.structs.replace(settings, http=False),
         slug=slug,
     )
@@ -180,11 +180,11 @@ def _make_slugs(names: list[str]) -> list[str]:
 
 
 def _refuse_duplicates(entries: list[ModelEntry], path: Path) -> None:
-    known: set[str] = set()
+    names: set[str] = set()
     for name in _names(entries):
-        if name in known:
+        if name in names:
             raise UsageError(f"{str(path)!r}: two models are called {name!r}")
-        known.add(name)
+        names.add(name)
 
 
 def _names(entries: list[ModelEntry]) -> Iterator[str]:

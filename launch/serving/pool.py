@@ -161,7 +161,7 @@ class ModelPool:
             if use in entry.users:
                 entry.users.remove(use)
                 entry.used_at = now
-            entry.waiting = deque(one for one in entry.waiting if one.use != use)
+            entry.waiting = deque(waiter for waiter in entry.waiting if waiter.use != use)
 
     def release_all(self, now: float) -> None:
         """End all uses."""
@@ -213,9 +213,9 @@ class ModelPool:
         if not reason:
             return
         requested, entry.drafter = entry.drafter, ""
-        for one in [one for one in entry.waiting if one.drafter == requested]:
-            entry.waiting.remove(one)
-            yield Refuse(one.use, reason, "unavailable")
+        for waiter in [waiter for waiter in entry.waiting if waiter.drafter == requested]:
+            entry.waiting.remove(waiter)
+            yield Refuse(waiter.use, reason, "unavailable")
 
     def _set(
         self, name: str, state: ModelState, *, note: str = "", memory_bytes: int | None = None
@@ -263,7 +263,7 @@ class ModelPool:
         missing = (starved.memory_bytes or 0) - self._room(free_bytes)
         loaded = [e for e in self._entries.values() if e.state == "loaded" and not e.keep_loaded]
         names: list[str] = []
-        for entry in sorted(loaded, key=lambda one: (bool(one.users), one.used_at)):
+        for entry in sorted(loaded, key=lambda entry: (bool(entry.users), entry.used_at)):
             if missing > 0:
                 missing -= entry.memory_bytes or 0
                 names.append(entry.name)
@@ -320,11 +320,11 @@ class ModelPool:
             return
         room += _sum(other for other in removable if other.state == "unloading")
         starved = self._find_starved(now) is entry
-        idle = [other for other in removable if _is_idle(other, busy, wanted=starved)]
+        idle = [other for other in removable if _is_idle(other, busy, is_needed=starved)]
         if needed > room + _sum(idle):
             yield from self._refuse_late(entry, now)
             return
-        for other in sorted(idle, key=lambda one: one.used_at):
+        for other in sorted(idle, key=lambda entry: entry.used_at):
             if needed <= room:
                 return
             room += other.memory_bytes or 0
@@ -355,9 +355,9 @@ class ModelPool:
                 yield UnloadModel(entry.name)
 
 
-def _is_idle(entry: _Entry, busy: Collection[str], *, wanted: bool = False) -> bool:
+def _is_idle(entry: _Entry, busy: Collection[str], *, is_needed: bool = False) -> bool:
     """Return True if it is unused; requests may still wait for it."""
-    in_use = entry.users or (entry.waiting and not wanted) or entry.name in busy
+    in_use = entry.users or (entry.waiting and not is_needed) or entry.name in busy
     return entry.state == "loaded" and not in_use
 
 

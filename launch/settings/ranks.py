@@ -171,10 +171,10 @@ def _mlx_variables() -> dict[str, str]:
 
 
 def _variables(lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for line in lines:
         name, separator, value = line.partition("=")
         if not separator or not name.isidentifier():
             raise UsageError(f"the hosts file has {line!r} among its envs, not NAME=VALUE")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables

@@ -20,7 +20,7 @@ class SamplingChoice:
     """The sampling options, before the model is known."""
 
     preset: PresetName
-    given: dict[str, Any]
+    explicit: dict[str, Any]
     """Explicit fields of `Sampling`."""
     logits_options: dict[str, Any]
     seed: int | None
@@ -55,7 +55,7 @@ class SamplingChoice:
     def _merge(self, recommended: dict[str, Any]) -> Sampling:
         base = dict(recommended)
         options = merge_options(base.pop("logits_options", None), self.logits_options)
-        merged = {**base, **get_preset(self.preset).sampling, **self.given}
+        merged = {**base, **get_preset(self.preset).sampling, **self.explicit}
         seed = new_seed() if self.seed is None else self.seed
         sampling = Sampling(**merged, seed=seed, logits_options=options)
         check_sampling(sampling)
@@ -65,7 +65,7 @@ class SamplingChoice:
 def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
     """Take the sampling options out of `options`; raise UsageError if one is invalid."""
     seed = options.pop("seed")
-    given = {
+    explicit = {
         "temperature": options.pop("temp"),
         "top_p": options.pop("top_p"),
         "top_k": options.pop("top_k"),
@@ -75,7 +75,9 @@ def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
     }
     return SamplingChoice(
         preset=options.pop("preset"),
-        given=fit_filters({name: value for name, value in given.items() if value is not None}),
+        explicit=fit_filters(
+            {name: value for name, value in explicit.items() if value is not None}
+        ),
         logits_options=_take_logits_options(options),
         seed=None if seed == -1 else seed,
     )
@@ -86,17 +88,17 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     return take_sampling_choice(options).resolve()
 
 
-def _take_logits_options(options: dict[str, Any]) -> dict[str, Any]:
+def _take_logits_options(flags: dict[str, Any]) -> dict[str, Any]:
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    penalties = {name: options.pop(name) for name in names}
-    schema: Path | None = options.pop("json_schema")
-    asked = {name: value for name, value in penalties.items() if value is not None}
-    if asked.get("repetition_penalty") == 0:
-        asked["repetition_penalty"] = 1.0  # off, as in mlx-lm
+    penalties = {name: flags.pop(name) for name in names}
+    schema: Path | None = flags.pop("json_schema")
+    options = {name: value for name, value in penalties.items() if value is not None}
+    if options.get("repetition_penalty") == 0:
+        options["repetition_penalty"] = 1.0  # off, as in mlx-lm
     if schema is not None:
-        asked["grammar"] = json_grammar(_read_schema(schema))
-        check_grammar(asked["grammar"])
-    return asked
+        options["grammar"] = json_grammar(_read_schema(schema))
+        check_grammar(options["grammar"])
+    return options
 
 
 def _read_schema(path: Path) -> dict[str, Any]:

@@ -63,16 +63,16 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
     return True
 
 
-def find_differences(running: Description, wanted: StackSettings) -> list[str]:
+def find_differences(running: Description, settings: StackSettings) -> list[str]:
     """Return the names of explicit settings that a stack does not match.
 
     Settings with default values match any stack.
     """
-    named = name_settings(wanted) | {"adapter_path": adapter_folder(wanted)}
-    if wanted.model:
-        named["model"] = str(resolve(wanted.model))
-    if wanted.draft_model:
-        folder = Path(drafter_folder("mlx", wanted.draft_model))
+    named = name_settings(settings) | {"adapter_path": adapter_folder(settings)}
+    if settings.model:
+        named["model"] = str(resolve(settings.model))
+    if settings.draft_model:
+        folder = Path(drafter_folder("mlx", settings.draft_model))
         if running.settings.get("draft_backend") == "coreml":
             folder = find_converted(folder) or folder
         named["draft_model"] = str(folder)

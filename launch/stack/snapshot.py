@@ -125,9 +125,9 @@ class StackObserver(Closeable):
             children = answer.processes if isinstance(answer, Stack) else []
         except SsdError as error:
             problems.append(f"the supervisor does not answer: {error}")
-        told = [supervisor, *children]
-        self._seen = {pid: p for pid, p in self._seen.items() if pid in {t.pid for t in told}}
-        return [self._figures(status) for status in told]
+        statuses = [supervisor, *children]
+        self._seen = {pid: p for pid, p in self._seen.items() if pid in {t.pid for t in statuses}}
+        return [self._figures(status) for status in statuses]
 
     def _figures(self, process_status: ProcessStatus) -> ProcessFigures:
         memory, cpu, uptime = 0, 0.0, 0.0

@@ -155,7 +155,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         lines=pair.lines,
         server=pair.server.address if pair.server else "",
         server_key=pair.server.key if pair.server else "",
-        key_file=str(pair.server.own) if pair.server else "",
+        key_file=str(pair.server.key_file) if pair.server else "",
         ready_timeout_s=settings.start_timeout_s,
         answer_timeout_s=settings.draft_timeout_s,
         cores=cores,

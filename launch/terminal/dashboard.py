@@ -84,15 +84,15 @@ def _models(models: Sequence[ModelStatus]) -> RenderableType:
         right = name in {"memory", "answering", "waiting"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     table.add_column("note", ratio=1)
-    for one in models:
+    for model in models:
         table.add_row(
-            one.name,
-            Text(one.state, style=_MODEL_STATES[one.state]),
-            format_bytes(one.memory_bytes) if one.memory_bytes else "-",
-            str(one.answering),
-            str(one.waiting),
-            f"ssd top --name {one.stack}" if one.state == "loaded" else "-",
-            one.note,
+            model.name,
+            Text(model.state, style=_MODEL_STATES[model.state]),
+            format_bytes(model.memory_bytes) if model.memory_bytes else "-",
+            str(model.answering),
+            str(model.waiting),
+            f"ssd top --name {model.stack}" if model.state == "loaded" else "-",
+            model.note,
         )
     return Panel(table, title="models", title_align="left", border_style="dim")
 
@@ -165,8 +165,8 @@ def _sequences(status: Status) -> RenderableType:
     for name in ("age", "prompt", "cached", "tokens", "tok/s", "accepted", "hits"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan", ratio=1)
-    for seen in status.sequences:
-        table.add_row(*_row(seen))
+    for row in status.sequences:
+        table.add_row(*_row(row))
     title = f"sequences ({status.active} running)"
     content = table if status.sequences else Text("none", style="dim")
     return Panel(content, title=title, title_align="left", border_style="dim")

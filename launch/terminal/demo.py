@@ -45,7 +45,9 @@ class DemoResult:
     def first_difference(self) -> int | None:
         """Position of the first token that differs; None if all are the same."""
         pairs = zip_longest(self.plain.tokens, self.speculative.tokens)
-        return next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+        return next(
+            (i for i, (plain, speculative) in enumerate(pairs) if plain != speculative), None
+        )
 
 
 class Demo:
@@ -132,7 +134,7 @@ def _compare_tokens(results: Sequence[DemoResult]) -> str:
     if not different:
         count = sum(len(result.plain.tokens) for result in results)
         return f"Every token is the same: {count} of {count}."
-    where = ", ".join(f"{one.name} from token {one.first_difference}" for one in different)
+    where = ", ".join(f"{answer.name} from token {answer.first_difference}" for answer in different)
     return (
         f"{len(different)} of {len(results)} answers differ ({where}); "
         "`ssd bench` checks whether that is a rounding tie."

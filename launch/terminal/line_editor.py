@@ -33,13 +33,13 @@ class LineEditor:
 
     def ask(self, prompt: str) -> str:
         """Return a message; raise EOFError at the end of the input."""
-        lines = [self._read(prompt)]
+        lines = [self._ask(prompt)]
         while lines[-1].endswith(_CONTINUED):
             lines[-1] = lines[-1].removesuffix(_CONTINUED)
-            lines.append(self._read("." * (len(prompt) - 1) + " "))
+            lines.append(self._ask("." * (len(prompt) - 1) + " "))
         return "\n".join(lines)
 
-    def _read(self, prompt: str) -> str:
+    def _ask(self, prompt: str) -> str:
         if self._session is not None:
             return _Question(self._session).ask(prompt)
         return self._read_line(prompt) if sys.stdin.isatty() else input(prompt)
@@ -71,9 +71,9 @@ class _Question:
     def ask(self, prompt: str) -> str:
         """Return the typed line."""
         with defer(self._interrupt):
-            return self._session.prompt(prompt, pre_run=self._begin, handle_sigint=False)
+            return self._session.prompt(prompt, pre_run=self._on_start, handle_sigint=False)
 
-    def _begin(self) -> None:
+    def _on_start(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._is_interrupted:
             self._end()

@@ -32,7 +32,9 @@ def statistics_table(
 def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int]:
     """Return how many draft tokens of these origins were accepted, and how many verified."""
     by_origin = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
-    return sum(one.tokens - one.rounds for one in by_origin), sum(one.drafted for one in by_origin)
+    return sum(stats.tokens - stats.rounds for stats in by_origin), sum(
+        stats.drafted for stats in by_origin
+    )
 
 
 def is_comparable(s: Statistics) -> bool:
@@ -96,9 +98,9 @@ def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
     yield "drafts", (f"{_share(accepted, drafted)} accepted" if drafted else "none verified") + by
     if s.state_bytes and s.rounds:
         yield "states read", f"{s.state_bytes / s.rounds / 1e3:.1f} kB a round"
-    accepted, found = count_accepted(s, ("lookup",))
-    if found:
-        yield "prompt lookup", f"{_share(accepted, found)} accepted"
+    accepted, drafted = count_accepted(s, ("lookup",))
+    if drafted:
+        yield "prompt lookup", f"{_share(accepted, drafted)} accepted"
     if s.tree_rounds:
         trees = f"in {s.tree_rounds} of {s.rounds} rounds"
         yield "trees", f"{trees}; {s.branch_tokens} tokens from side branches"

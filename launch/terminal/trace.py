@@ -26,19 +26,19 @@ def write_trace(path: Path, slices: Iterable[TraceEvent]) -> None:
 
 
 def _events(slices: Iterable[TraceEvent]) -> Iterator[dict[str, Any]]:
-    ordered = sorted(slices, key=lambda one: one.start_us)
+    ordered = sorted(slices, key=lambda event: event.start_us)
     for number, track in enumerate(TRACKS, start=1):
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}}
-        slices_of_track = [one for one in ordered if one.track == track]
-        for one in [*slices_of_track, *(_idle(slices_of_track) if track == "verifier" else [])]:
+        slices_of_track = [event for event in ordered if event.track == track]
+        for event in [*slices_of_track, *(_idle(slices_of_track) if track == "verifier" else [])]:
             yield {
                 "ph": "X",
-                "name": one.name,
+                "name": event.name,
                 "pid": number,
                 "tid": 1,
-                "ts": one.start_us,
-                "dur": one.duration_us,
-                "args": one.details,
+                "ts": event.start_us,
+                "dur": event.duration_us,
+                "args": event.details,
             }
 
 

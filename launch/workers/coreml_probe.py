@@ -38,8 +38,8 @@ def open_probes(lifeline: Lifeline, *settings: dict[str, Any]) -> Iterator[list[
         barrier = os.pipe()
         try:
             workers = [
-                stack.enter_context(ProbeWorker(lifeline, barrier=barrier, **own))
-                for own in settings
+                stack.enter_context(ProbeWorker(lifeline, barrier=barrier, **probe_settings))
+                for probe_settings in settings
             ]
         finally:
             for end in barrier:

@@ -30,7 +30,7 @@ def ask_kernel_report(
         return KernelReport(note=NO_GPU)
     report_settings = KernelReportSettings(model=model, kernels=kernels, passes=passes)
     try:
-        found = run_module(
+        report = run_module(
             "kernel report",
             "services.tools.kernel_report",
             encode_settings(report_settings),
@@ -38,7 +38,7 @@ def ask_kernel_report(
         )
     except SsdError as error:
         return KernelReport(note=str(error))
-    return msgspec.json.decode(found, type=KernelReport)
+    return msgspec.json.decode(report, type=KernelReport)
 
 
 def describe_kernels(report: KernelReport) -> Iterator[str]:

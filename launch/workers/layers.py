@@ -12,7 +12,7 @@ _TIMEOUT_S = 120.0
 def describe_layers(folder: str) -> LayersReport:
     """Return the kinds of layers and how they roll back a rejected draft; else an error."""
     try:
-        found = run_module("layer report", "services.tools.layers", folder, timeout_s=_TIMEOUT_S)
+        report = run_module("layer report", "services.tools.layers", folder, timeout_s=_TIMEOUT_S)
     except SsdError as error:
         return LayersReport(str(error))
-    return msgspec.json.decode(found, type=LayersReport)
+    return msgspec.json.decode(report, type=LayersReport)

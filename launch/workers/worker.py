@@ -48,7 +48,7 @@ class JsonWorker(Closeable):
         descriptors: tuple[int, ...] = (),
     ) -> None:
         self._name = name
-        own = settings.descriptors if isinstance(settings, ChildSettings) else ()
+        own_descriptors = settings.descriptors if isinstance(settings, ChildSettings) else ()
         # A file, not a pipe: it is not read continuously, and a full pipe would block the process.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class JsonWorker(Closeable):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            pass_fds=(*own, *descriptors),
+            pass_fds=(*own_descriptors, *descriptors),
             env={**child_environment(device), **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us, who then end it
         )
@@ -64,7 +64,7 @@ class JsonWorker(Closeable):
         self._last = b""
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         # In a thread: Ctrl-C in the middle of a read would lose the start of a line.
-        self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader = Thread(target=self._collect_lines, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 
     @property
@@ -72,7 +72,7 @@ class JsonWorker(Closeable):
         """Process id."""
         return self._process.pid
 
-    def _read(self, stdout: IO[bytes]) -> None:
+    def _collect_lines(self, stdout: IO[bytes]) -> None:
         with stdout:
             for line in stdout:
                 if line.startswith(_OBJECT):

@@ -63,7 +63,7 @@ class VerifyLatency:
     def of(self, rows: int) -> float:
         """Return T_v(rows): measured, interpolated, or extrapolated."""
         if (milliseconds := self._cache.get(rows)) is None:
-            deviations = {m: one.value for m, one in self._deviations.items()}
+            deviations = {m: ratio.value for m, ratio in self._deviations.items()}
             factor = _interpolate(deviations, rows) if deviations else 1.0
             milliseconds = self._shape(rows) * self._pace.value * factor
             self._cache[rows] = milliseconds

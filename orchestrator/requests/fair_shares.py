@@ -99,7 +99,9 @@ class FairShares:
         if not self._lines:
             return None
         clients, requests = self._count_held()
-        client = min(self._lines, key=lambda one: (one[0], clients[one], self._turns[one]))
+        client = min(
+            self._lines, key=lambda client: (client[0], clients[client], self._turns[client])
+        )
         groups = self._lines[client]
         group = min(groups, key=lambda g: (requests[client, g], self._turns[client, g]))
         return groups[group][min(groups[group])]

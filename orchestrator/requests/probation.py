@@ -40,7 +40,7 @@ class Probation:
         for number in order:
             suspect = self._suspects.pop(number, _Suspect())
             self._suspects[number] = _Suspect(suspect.deaths + 1, in_flight[number])
-        guilty = [n for n, one in self._suspects.items() if one.deaths >= self._max_deaths]
+        guilty = [n for n, suspect in self._suspects.items() if suspect.deaths >= self._max_deaths]
         for number in guilty:
             del self._suspects[number]
         return guilty

@@ -44,7 +44,7 @@ class RequestQueue:
         if not most:
             return False
         waiting = [*self.waiting.values(), *self._held.values()]
-        others = [*arriving, *((one.client, one.group) for one in waiting)]
+        others = [*arriving, *((request.client, request.group) for request in waiting)]
         full = len(others) >= _MOST_ANSWERS * most
         return full or len({*others} - {asking}) >= most
 
@@ -94,7 +94,7 @@ class RequestQueue:
 
     def _fits(self, request: Request, kv_tokens: int) -> bool:
         """Return True if it fits together with all requests that the services know."""
-        others = [one.most_tokens for one in self.running.values() if one is not request]
+        others = [other.most_tokens for other in self.running.values() if other is not request]
         return not others or not 0 < kv_tokens < sum(others) + request.most_tokens
 
     @property

@@ -103,7 +103,7 @@ class Draft:
 
     def tokens_to(self, row: int) -> Tokens:
         """Return the tokens on the path to this row, its own included."""
-        return [self.tokens[one - 1] for one in self.path(row)]
+        return [self.tokens[node - 1] for node in self.path(row)]
 
     def children(self, row: int) -> list[int]:
         """Return the rows of its children, most likely first."""
@@ -159,15 +159,15 @@ class Draft:
     @property
     def drawn_from(self) -> list[DraftDistribution]:
         """The distributions in the format of messages; empty if no token was sampled."""
-        return self.distributions if any(one.tokens for one in self.distributions) else []
+        return self.distributions if any(drawn.tokens for drawn in self.distributions) else []
 
     @property
     def largest(self) -> Tokens:
         """The largest token that might have been sampled in place of each draft token."""
-        if not any(one.tokens for one in self.distributions):
+        if not any(drawn.tokens for drawn in self.distributions):
             return self.tokens
         pairs = zip(self.tokens, self.distributions, strict=True)
-        return [max(one.tokens, default=token) for token, one in pairs]
+        return [max(drawn.tokens, default=token) for token, drawn in pairs]
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -142,7 +142,11 @@ class NextRounds:
             length: its length.
         """
         actions: list[Action] = []
-        grown = [one for one in current.cache.latest_outcomes() if one[0] <= len(current.draft)]
+        grown = [
+            outcome
+            for outcome in current.cache.latest_outcomes()
+            if outcome[0] <= len(current.draft)
+        ]
         selected = choose_planned(self._planner.estimates, grown, current.draft, current.origin)
         for outcome in set(grown) - set(selected):
             current.next_rounds.pop(outcome, None)  # planned with less of its draft

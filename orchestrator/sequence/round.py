@@ -58,7 +58,7 @@ class Round:
     """True if it is a round of a free run after the first."""
     is_contended: bool = False
     """True if the drafter works during the pass."""
-    asked: Prepare | None = None
+    request: Prepare | None = None
     """The drafter's request to prepare during it, if any."""
     unverified_lookup: Draft = field(default_factory=Draft)
     """A prompt lookup that was not worth verifying; its correctness is observed."""
@@ -67,11 +67,11 @@ class Round:
         """Drop the prepared outcomes: the drafter is gone."""
         self.cache = SpeculationCache()
         self.next_rounds = {}
-        self.asked = None
+        self.request = None
 
     def is_asked_for(self, tree: DraftTree) -> bool:
         """Return True if the drafter was asked to prepare a tree of this size, or a larger one."""
-        request = self.asked
+        request = self.request
         if request is None or not all(0 <= row < len(request.nodes) for row, _ in tree.outcomes):
             return False
         return fits(tree, request, sum(request.fan_out))

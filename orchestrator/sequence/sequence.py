@@ -206,7 +206,7 @@ class Sequence:
         if not self._next_rounds.can_speculate(length):
             drafter = self._limits.can_draft(length, self.planner.depth)
             return self._go_on(lookup, "" if drafter else "no_drafter", alone=not drafter)
-        self.recorder.misses += self.current.asked is not None
+        self.recorder.misses += self.current.request is not None
         late = self.planner.estimates.drafter_is_late
         silent = self._drafter_sync.is_silent(self.round, is_late=late)
         if self._drafter_is_behind or (silent and not self.planner.num_draft_tokens):
@@ -280,16 +280,16 @@ class Sequence:
             return [ToDrafter(stop) for stop in stops]
         draft, plan = self._next_rounds.plan_preparation(current)
         current.is_contended = True
-        current.asked = sync.prepare(self.tokens, self.round, draft, plan)
-        return [ToDrafter(current.asked)]
+        current.request = sync.prepare(self.tokens, self.round, draft, plan)
+        return [ToDrafter(current.request)]
 
     def _draft_now(self, count: int, now: float) -> list[Action]:
         self.round, self._waiting_since, self.phase = self.round + 1, now, Phase.DRAFTING
         self.current, self._backup = Round(), SpeculationCache()
         count = min(count, self._limits.longest_draft(len(self.tokens)))
         plan = Preparation([], count, self.planner.held_back, self._next_rounds.siblings)
-        asked = self._drafter_sync.draft_now(self.tokens, self.round, self._row, plan)
-        return [ToDrafter(asked)]
+        request = self._drafter_sync.draft_now(self.tokens, self.round, self._row, plan)
+        return [ToDrafter(request)]
 
     # ------------------------------------------------------------ while the target works
 

@@ -206,4 +206,4 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {change(key): _map_strings(content, change) for key, content in value.items()}
-    return [_map_strings(one, change) for one in value] if isinstance(value, list) else value
+    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value

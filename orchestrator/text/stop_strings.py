@@ -83,7 +83,7 @@ class StoppableText:
 
     def _describe(self, token: int, text: str, logprobs: TokenLogprobs) -> Logprobs:
         """Describe a token and its most likely alternatives, as clients see them."""
-        chosen = self._stream.describe_pushed(token, text, logprobs.own)
+        chosen = self._stream.describe_pushed(token, text, logprobs.chosen)
         best = [
             chosen if other == token else self._stream.describe(other, value)
             for other, value in logprobs.best

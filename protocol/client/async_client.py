@@ -114,9 +114,9 @@ class AsyncClient(Closeable):
                 if message is None:
                     line.send(session.on_silence())
                 elif isinstance(message, Progress):
-                    session.take(message)  # a sign of life
+                    session.handle(message)  # a sign of life
                     on_progress(message)
-                elif isinstance(event := session.take(message), Generate):
+                elif isinstance(event := session.handle(message), Generate):
                     line.send(event)
                 elif event is not None:
                     done = isinstance(event, Finished)

@@ -126,7 +126,7 @@ class Client:
         message = self._missed.popleft() if self._missed else self._channel.receive(0.0, "answer")
         if isinstance(message, Progress) and message.request in sessions:
             self.on_progress(message)
-        events = [(number, session.take(message)) for number, session in sessions.items()]
+        events = [(number, session.handle(message)) for number, session in sessions.items()]
         for _, event in events:
             if isinstance(event, Generate):
                 self._channel.send(event)

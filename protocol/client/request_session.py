@@ -52,7 +52,7 @@ class RequestSession:
         self._repeated = 0
         self._rest = False
 
-    def take(self, message: FromOrchestrator) -> Text | Finished | Generate | None:
+    def handle(self, message: FromOrchestrator) -> Text | Finished | Generate | None:
         """Return a part of the answer, the request to send again, or None.
 
         Raises:

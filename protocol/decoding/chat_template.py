@@ -40,8 +40,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         sizes = [_measure(left), _measure(right)]
         if operator == "**" and isinstance(right, int):
             sizes = [sizes[0] * max(1, abs(right))]
-        counts = [len(one) for one in (left, right) if isinstance(one, Sized)]
-        factors = [one for one in (left, right) if isinstance(one, int)]
+        counts = [len(operand) for operand in (left, right) if isinstance(operand, Sized)]
+        factors = [operand for operand in (left, right) if isinstance(operand, int)]
         if sum(sizes) > _MOST_BITS or (counts and factors and counts[0] * factors[0] > _MOST_ITEMS):
             raise SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)

@@ -181,13 +181,13 @@ class LogitsProcessor:
 
     def _penalise(self, row: Floats) -> None:
         s = self._options
-        columns, said = [], []
+        columns, answered = [], []
         for token, count in self._seen.items():
             column = self._column(token)
             if count > 0 and column is not None and column < row.size:
                 columns.append(column)
-                said.append(self._said[token])
-        at, counts = np.array(columns, dtype=np.int64), np.array(said, dtype=np.float32)
+                answered.append(self._said[token])
+        at, counts = np.array(columns, dtype=np.int64), np.array(answered, dtype=np.float32)
         logits = row[at]
         factor = np.float32(s.repetition_penalty)
         logits = np.where(logits > 0, logits / factor, logits * factor)

@@ -63,7 +63,7 @@ class TokenTree:
 
     def tokens_to(self, row: int) -> Tokens:
         """Return the tokens of `path`."""
-        return [self.tokens[one] for one in self.path(row)]
+        return [self.tokens[node] for node in self.path(row)]
 
     @cached_property
     def children(self) -> list[dict[int, int]]:

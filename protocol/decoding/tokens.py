@@ -10,5 +10,5 @@ def common_prefix_length(first: Tokens, *others: Tokens) -> int:
         length = min(length, len(other))
         if first[:length] != other[:length]:
             pairs = enumerate(zip(first, other, strict=False))
-            length = next(index for index, (one, another) in pairs if one != another)
+            length = next(index for index, (ours, theirs) in pairs if ours != theirs)
     return length

@@ -67,8 +67,8 @@ def _control_groups(proc: Path, groups: Path) -> Iterator[FreeMemory]:
 
 
 def _walk(root: Path, path: str, limit: str, used: str, reclaimable: str) -> Iterator[FreeMemory]:
-    own = root / path.lstrip("/")
-    for folder in (own, *own.parents):
+    leaf = root / path.lstrip("/")
+    for folder in (leaf, *leaf.parents):
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number, and not a limit
             most = int((folder / limit).read_text(encoding="ascii"))
             if most < _NO_LIMIT:

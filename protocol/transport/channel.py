@@ -295,11 +295,11 @@ class Poller:
         """Add an endpoint; adding it again changes nothing."""
         self._poller.register(endpoint.socket, zmq.POLLIN)
 
-    def read(self, descriptor: int) -> None:
+    def add_reader(self, descriptor: int) -> None:
         """Also wait until a file descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def write(self, descriptor: int, *, enabled: bool) -> None:
+    def set_writer(self, descriptor: int, *, enabled: bool) -> None:
         """Start or stop waiting until a file descriptor is writable."""
         self._poller.register(descriptor, zmq.POLLOUT if enabled else 0)
 

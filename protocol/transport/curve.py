@@ -40,7 +40,7 @@ class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ServerLock:
     """The keys of the listening end."""
 
-    own: KeyPair
+    keys: KeyPair
     trusted: frozenset[str]
     """Public keys of clients that may connect."""
 
@@ -53,7 +53,7 @@ class ServerLock:
 class ClientLock:
     """The keys of the connecting end."""
 
-    own: KeyPair
+    keys: KeyPair
     server: str
     """Public key of the expected server."""
 
@@ -109,8 +109,8 @@ def secure(
         The authenticator of a listening socket; it lives until it is stopped.
     """
     socket.handshake_ivl = _HANDSHAKE_MS
-    socket.curve_publickey = lock.own.public.encode()
-    socket.curve_secretkey = lock.own.secret.encode()
+    socket.curve_publickey = lock.keys.public.encode()
+    socket.curve_secretkey = lock.keys.secret.encode()
     if isinstance(lock, ClientLock):
         socket.curve_serverkey = lock.server.encode()
         return None

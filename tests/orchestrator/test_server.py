@@ -116,7 +116,7 @@ class FakePoller:
     def __init__(self, hubs: list[FakeHub[Any]]) -> None:
         self._hubs = hubs
 
-    def read(self, descriptor: int) -> None:
+    def add_reader(self, descriptor: int) -> None:
         assert descriptor >= 0
 
     def wait(self, timeout_s: float) -> None:

@@ -36,8 +36,8 @@ class StdioPeer:
 
     def watch(self, poller: Poller) -> None:
         """Wait for its output, and until it reads if data is queued for it."""
-        poller.read(self._program.reading)
-        poller.write(self._program.writing, enabled=bool(self._unsent))
+        poller.add_reader(self._program.reading)
+        poller.set_writer(self._program.writing, enabled=bool(self._unsent))
 
     def ready(self, timeout_s: float) -> bool:
         """Return True if a message is waiting."""

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from launch.commands.models import command
 from launch.models import gguf_models, registry
-from launch.models.catalog import list_models, read
+from launch.models.catalog import find_model, list_models
 from launch.models.gguf_models import list_ggufs
 from launch.models.hub import resolve
 from launch.models.registry import RegistryModel, add_from_registry, read_registry
@@ -66,7 +66,7 @@ def test_a_file_is_converted_once_and_named(home: Path) -> None:
     assert ssd("add", str(file), "--name", "mine").exit_code == 0
     assert resolve("mine") == folder
     assert weights.stat().st_mtime_ns == written
-    assert read("mine").vocabulary == read_vocabulary(tiny_folder("llama")).fingerprint
+    assert find_model("mine").vocabulary == read_vocabulary(tiny_folder("llama")).fingerprint
     assert ssd("rm", "mine", "--yes").exit_code == 0
     assert not folder.exists()
     assert file.is_file()

@@ -113,7 +113,7 @@ def entries_of(stream: TextStream, tokens: list[int], stop: list[str]) -> tuple[
     text = StoppableText(stream, stop)
     shown, entries = "", []
     for token in tokens:
-        pushed = text.push(token, TokenLogprobs(own=-1.0, best=[(token, -1.0), (5, -2.0)]))
+        pushed = text.push(token, TokenLogprobs(chosen=-1.0, best=[(token, -1.0), (5, -2.0)]))
         shown += pushed.text
         entries += text.take_logprobs()
         if pushed.stopped:

@@ -45,10 +45,10 @@ def test_an_answer_is_continued_where_it_stopped(
     """However both answers are cut up, each token and its text arrive once, in order."""
     tokens = list(range(100, 112))
     dialogue = RequestSession(REQUEST)
-    got = [dialogue.take(message) for message in split(tokens[:had], before)]
+    got = [dialogue.handle(message) for message in split(tokens[:had], before)]
     assert dialogue.on_silence().question == 1
-    assert dialogue.take(status(1, serving=False)) == REQUEST
-    got += [dialogue.take(message) for message in split(tokens, after)]
+    assert dialogue.handle(status(1, serving=False)) == REQUEST
+    got += [dialogue.handle(message) for message in split(tokens, after)]
     texts = [message for message in got if isinstance(message, Text)]
     assert tokens == [token for message in texts for token in message.tokens]
     assert "".join(f"<{token}>" for token in tokens) == "".join(m.text for m in texts)
@@ -59,26 +59,26 @@ def test_the_rest_of_the_text_comes_once() -> None:
     """Text that the end sets free has no tokens; it is not repeated with a repeated answer."""
     rest = Text(request=3, tokens=[], origins=[], pieces=["!"])
     dialogue = RequestSession(REQUEST)
-    assert dialogue.take(text([5])) == text([5])
-    assert dialogue.take(rest) == rest
+    assert dialogue.handle(text([5])) == text([5])
+    assert dialogue.handle(rest) == rest
     dialogue.on_silence()
-    assert dialogue.take(status(1, serving=False)) == REQUEST
-    assert dialogue.take(text([5])) is None
-    assert dialogue.take(rest) is None
+    assert dialogue.handle(status(1, serving=False)) == REQUEST
+    assert dialogue.handle(text([5])) is None
+    assert dialogue.handle(rest) is None
 
 
 def test_a_served_request_is_waited_for() -> None:
     """As long as an orchestrator serves it, nothing is sent again."""
     dialogue = RequestSession(REQUEST)
     assert dialogue.on_silence() == StatusRequest(request=3, question=1)
-    assert dialogue.take(status(1, serving=True)) is None
+    assert dialogue.handle(status(1, serving=True)) is None
 
 
 def test_a_dropped_request_is_asked_again() -> None:
     """The same orchestrator may have dropped a request whose client did not read."""
     dialogue = RequestSession(REQUEST)
     dialogue.on_silence()
-    assert dialogue.take(status(1, serving=False)) == REQUEST
+    assert dialogue.handle(status(1, serving=False)) == REQUEST
 
 
 def test_a_request_is_sent_once_for_many_questions() -> None:
@@ -86,30 +86,30 @@ def test_a_request_is_sent_once_for_many_questions() -> None:
     answers to those that are older than the repeated request say nothing about it."""
     dialogue = RequestSession(REQUEST)
     assert [dialogue.on_silence().question for _ in range(4)] == [1, 2, 3, 4]
-    assert dialogue.take(status(1, serving=False)) == REQUEST
+    assert dialogue.handle(status(1, serving=False)) == REQUEST
     for question in (2, 3, 4):
-        assert dialogue.take(status(question, serving=False)) is None
+        assert dialogue.handle(status(question, serving=False)) is None
     assert dialogue.on_silence().question == 5
-    assert dialogue.take(status(5, serving=False)) == REQUEST
+    assert dialogue.handle(status(5, serving=False)) == REQUEST
 
 
 def test_other_answers_to_status_mean_nothing() -> None:
     """A status that was asked for other reasons says nothing about the request."""
     dialogue = RequestSession(REQUEST)
     dialogue.on_silence()
-    assert dialogue.take(status(1, serving=False, request=0)) is None
-    assert dialogue.take(text([5], request=4)) is None
+    assert dialogue.handle(status(1, serving=False, request=0)) is None
+    assert dialogue.handle(text([5], request=4)) is None
 
 
 def test_what_cannot_be_repeated_fails() -> None:
     """Under the rejection rule a restart ends an answer that has begun, and says so."""
     dialogue = RequestSession(REJECTION)
     dialogue.on_silence()
-    assert dialogue.take(status(1, serving=False)) == REJECTION
-    dialogue.take(text([5]))
+    assert dialogue.handle(status(1, serving=False)) == REJECTION
+    dialogue.handle(text([5]))
     dialogue.on_silence()
     with pytest.raises(RuntimeFailure, match="rejection rule"):
-        dialogue.take(status(2, serving=False))
+        dialogue.handle(status(2, serving=False))
 
 
 def test_silence_has_an_end() -> None:
@@ -117,7 +117,7 @@ def test_silence_has_an_end() -> None:
     dialogue = RequestSession(REQUEST)
     for _ in range(30):
         dialogue.on_silence()
-    dialogue.take(status(1, serving=True))
+    dialogue.handle(status(1, serving=True))
     for _ in range(30):
         dialogue.on_silence()
     with pytest.raises(RuntimeFailure, match="no longer answers"):

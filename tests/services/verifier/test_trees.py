@@ -237,7 +237,7 @@ def test_penalties_grammar_and_logprobs_follow_the_path(
         first = len(stream.committed) - len(prompt)
         stream.check(tree, outcome)
         for said_, own in zip(outcome.logprobs, expected[first:], strict=False):
-            assert said_.own == pytest.approx(own.logprobs[0].own, abs=1e-3)
+            assert said_.chosen == pytest.approx(own.logprobs[0].chosen, abs=1e-3)
             assert [t for t, _ in said_.best] == [t for t, _ in own.logprobs[0].best]
         assert len(outcome.logprobs) == outcome.accepted + 1
     stream.close()
