@@ -259,7 +259,10 @@ def test_docstrings_are_sentences(room: str) -> None:
 
 
 # fmt: off
-VAGUE = {"asked", "begun", "found", "given", "handed", "known", "one", "own", "said", "seen", "told", "wanted"}
+VAGUE = {
+    "asked", "begun", "found", "given", "handed", "known", "one", "own", "said", "seen", "told",
+    "wanted"
+}
 # fmt: on
 """Names that do not say what they hold."""
 MOST_VAGUE_NAMES = {"protocol": 0, "services": 457, "orchestrator": 0, "launch": 0, "tests": 999}

@@ -64,17 +64,20 @@ def ask(number: int, **fields: Any) -> Generate:
 
 def emit(house: House, sequence: int, token: int, verifier: bytes = b"v") -> None:
     """The verifier answers the last `Verify` of this sequence."""
-    asked = [v for v in house.told(verifier, Verify) if v.sequence == sequence][-1]
+    verify = [v for v in house.told(verifier, Verify) if v.sequence == sequence][-1]
     house.service(
         verifier,
         VerificationOutcome(
-            sequence=sequence, round=asked.round, accepted=0, bonus=token, verify_ms=5, idle_ms=0.1
+            sequence=sequence, round=verify.round, accepted=0, bonus=token, verify_ms=5, idle_ms=0.1
         ),
     )
 
 
 def ends(house: House) -> list[tuple[int, str, str]]:
-    return [(one.request, one.reason, one.error) for one in house.told(b"c", Finished)]
+    return [
+        (finished.request, finished.reason, finished.error)
+        for finished in house.told(b"c", Finished)
+    ]
 
 
 def dies(house: House, role: Role, hello: Hello) -> None:
@@ -163,7 +166,7 @@ def test_a_request_of_which_the_verifier_dies_twice_is_ended() -> None:
     for _ in range(20):
         emit(house, 3, 7, b"x")
     assert opened(house, b"x") == [3, 1]
-    [again] = [one for one in house.told(b"x", OpenSequence) if one.sequence == 1]
+    [again] = [opened for opened in house.told(b"x", OpenSequence) if opened.sequence == 1]
     assert again.tokens == [1, 2, 3, 5, *[6] * 15]
 
 
@@ -259,9 +262,9 @@ def test_a_copy_of_a_request_that_killed_a_service_is_refused_for_a_while() -> N
     now = [1000.0]
     journal = CrashJournal(None, 2, lambda: now[0])
     seeded = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
-    one, copy = (ask(number, sampling=sampling) for number, sampling in enumerate(seeded, 1))
-    assert not journal.is_guilty(fingerprint(one))
-    journal.ban(fingerprint(one))
+    original, copy = (ask(number, sampling=sampling) for number, sampling in enumerate(seeded, 1))
+    assert not journal.is_guilty(fingerprint(original))
+    journal.ban(fingerprint(original))
     assert journal.is_guilty(fingerprint(copy))
     assert not journal.is_guilty(fingerprint(ask(3, sampling=Sampling())))
     now[0] += 3600.0
@@ -270,16 +273,16 @@ def test_a_copy_of_a_request_that_killed_a_service_is_refused_for_a_while() -> N
 
 def test_the_request_at_hand_is_named_while_it_is_at_hand(tmp_path: Path) -> None:
     """In the middle of its text, and no longer after it."""
-    seen = []
+    sequences = []
 
     class Watching(FakeTokenizer):
         def push(self, token: int) -> str:
-            seen.append((tmp_path / "at_work").read_bytes())
+            sequences.append((tmp_path / "at_work").read_bytes())
             return super().push(token)
 
     house = house_of(1, tokenizer=Watching(), journal=CrashJournal(tmp_path, 2))
     emit(house, 1, 5)
-    assert [at_work[:16] for at_work in seen] == [fingerprint(ask(1))]
+    assert [at_work[:16] for at_work in sequences] == [fingerprint(ask(1))]
     assert (tmp_path / "at_work").read_bytes() == bytes(20)
 
 
@@ -317,14 +320,14 @@ REQUESTS = st.builds(
 @examples(100)
 @given(st.lists(REQUESTS, min_size=1, max_size=4), st.integers(0, 99))
 @pytest.mark.wide
-def test_any_request_is_served_or_refused(asked: list[Generate], token: int) -> None:
+def test_any_request_is_served_or_refused(requests: list[Generate], token: int) -> None:
     """Whatever it says, the orchestrator goes on, and serves an ordinary one after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("orchestrator.server.Poller", FakePoller)
         house = House(concurrency=9, max_stop_strings=64)
         house.service(b"v", VERIFIER)
         house.service(b"d", DRAFTER)
-        for index, request in enumerate(asked):
+        for index, request in enumerate(requests):
             # Template options go to a worker process, which is another test's.
             plain = changed_request(request, index + 1)
             house.client(plain)
@@ -334,7 +337,7 @@ def test_any_request_is_served_or_refused(asked: list[Generate], token: int) -> 
             if served:
                 emit(house, opened(house, b"v")[-1], token)
         house.client(ask(77))
-        assert len(house.told(b"c", Rejected)) <= len(asked)
+        assert len(house.told(b"c", Rejected)) <= len(requests)
         assert house.told(b"v", OpenSequence)[-1].tokens == [1, 2]
 
 

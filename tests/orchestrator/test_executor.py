@@ -70,15 +70,15 @@ def test_books_wait_for_outcomes_that_come_together(executor: Executor, log: lis
 def test_a_second_outcome_finds_the_books_of_the_first_done(
     executor: Executor, log: list[str]
 ) -> None:
-    one, other = request(1, log), request(2, log)
-    for each in (one, other, one):
+    first, other = request(1, log), request(2, log)
+    for each in (first, other, first):
         executor.commit(each, OUTCOME, 0.0)
     assert log == ["decided 1", "decided 2", "booked 1", "booked 2", "decided 1"]
 
 
 def test_an_event_finds_all_books_done(executor: Executor, log: list[str]) -> None:
     """Also one that the books of another request lead to."""
-    one, other, third = (request(number, log) for number in (1, 2, 3))
+    first, other, third = (request(number, log) for number in (1, 2, 3))
 
     def happen() -> list[Action]:
         log.append("event")
@@ -89,16 +89,16 @@ def test_an_event_finds_all_books_done(executor: Executor, log: list[str]) -> No
         executor.run(third, happen)
         return []
 
-    one.sequence.record = record
-    for each in (one, other):
+    first.sequence.record = record
+    for each in (first, other):
         executor.commit(each, OUTCOME, 0.0)
     executor.run(third, happen)
     assert log == ["decided 1", "decided 2", "booked 1", "booked 2", "event", "event"]
 
 
 def test_who_is_over_has_no_books(executor: Executor, log: list[str]) -> None:
-    one = request(1, log)
-    executor.commit(one, OUTCOME, 0.0)
-    one.is_over = True
+    failing = request(1, log)
+    executor.commit(failing, OUTCOME, 0.0)
+    failing.is_over = True
     executor.catch_up()
     assert log == ["decided 1"]

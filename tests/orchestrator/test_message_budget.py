@@ -34,11 +34,11 @@ PREPARE = Prepare(
 
 
 def tree(**fields: Any) -> DraftTree:
-    known = {
+    defaults = {
         "sequence": 1, "round": 1, "depth": 1, "outcomes": [(0, 5)], "tokens": [6],
         "confidences": [0.5], "draft_ms": 1.0,
     }  # fmt: skip
-    return DraftTree(**{**known, **fields})
+    return DraftTree(**{**defaults, **fields})
 
 
 @pytest.fixture(autouse=True)
@@ -117,18 +117,18 @@ def test_a_flood_does_not_keep_the_verifier_or_clients_waiting(
     """One turn of the loop reads messages of one side for a limited time."""
     monkeypatch.setattr("orchestrator.message_budget._TURN_S", 0.0)
     house = house_of_one()
-    seen: list[int] = []
+    lengths: list[int] = []
     house.services.inbox.extend((b"d", Heartbeat()) for _ in range(500))
     house.clients.inbox.append((b"c", StatusRequest(question=7)))
     send = house.clients.send
 
     def note(peer: bytes, message: Any) -> bool:
-        seen.append(len(house.services.inbox))
+        lengths.append(len(house.services.inbox))
         return send(peer, message)
 
     house.clients.send = note  # type: ignore[method-assign]
     house.settle()
-    assert seen[0] > 400
+    assert lengths[0] > 400
 
 
 def test_a_strangers_message_is_small() -> None:
@@ -164,8 +164,8 @@ def test_no_tree_changes_an_answer(trees: list[DraftTree], mode: Any, salt: int)
     )
     stack.verifier_comes()
     stack.drafter_comes()
-    for one in trees:
-        stack.do(stack.sequence.on_tree(one, stack.now))
+    for depth in trees:
+        stack.do(stack.sequence.on_tree(depth, stack.now))
         stack.calm_round()
     stack.calm().assert_plain()
 
@@ -173,7 +173,7 @@ def test_no_tree_changes_an_answer(trees: list[DraftTree], mode: Any, salt: int)
 def test_a_hello_is_not_budgeted() -> None:
     """A drafter that shakes hands again starts anew."""
     house = house_of_one()
-    for _ in range(200):
+    for _ in range(600):
         house.service(b"d", changed(DRAFTER))
     assert marked(house) == {}
     assert isinstance(DRAFTER, Hello)

@@ -144,10 +144,10 @@ class FakeTokenizer:
         return ""
 
 
-def outcome_of(asked: Verify, **told: Any) -> VerificationOutcome:
+def outcome_of(verify: Verify, **fields: Any) -> VerificationOutcome:
     """One token, which nobody drafted, unless something else is told."""
     usual: dict[str, Any] = {"accepted": 0, "bonus": 5, "verify_ms": 5.0, "idle_ms": 0.1}
-    return VerificationOutcome(sequence=asked.sequence, round=asked.round, **(usual | told))
+    return VerificationOutcome(sequence=verify.sequence, round=verify.round, **(usual | fields))
 
 
 class House:
@@ -211,17 +211,17 @@ class House:
 
     def verified(self, accepted: int, bonus: int, verify_ms: float = 5.0) -> None:
         """The verifier answers the last Verify."""
-        told = {"accepted": accepted, "bonus": bonus, "verify_ms": verify_ms}
-        self.service(b"v", outcome_of(self.told(b"v", Verify)[-1], **told))
+        fields = {"accepted": accepted, "bonus": bonus, "verify_ms": verify_ms}
+        self.service(b"v", outcome_of(self.told(b"v", Verify)[-1], **fields))
 
     def drafted(self, token: int, confidence: float = 0.9, *, bonus: int = 5) -> None:
         """The drafter answers the last Prepare with one branch, for this bonus token."""
-        asked = self.told(b"d", Prepare)[-1]
+        prepare = self.told(b"d", Prepare)[-1]
         self.service(
             b"d",
             DraftTree(
-                sequence=asked.sequence,
-                round=asked.round,
+                sequence=prepare.sequence,
+                round=prepare.round,
                 depth=1,
                 outcomes=[(0, bonus)],
                 tokens=[token],
@@ -232,14 +232,14 @@ class House:
 
     def drafting(self, confidence: float) -> None:
         """The drafter answers the last DraftNow."""
-        asked = self.told(b"d", DraftNow)[-1]
+        draft_now = self.told(b"d", DraftNow)[-1]
         self.service(
             b"d",
             DraftTree(
-                sequence=asked.sequence,
-                round=asked.round,
+                sequence=draft_now.sequence,
+                round=draft_now.round,
                 depth=1,
-                outcomes=[(asked.accepted, asked.pending)],
+                outcomes=[(draft_now.accepted, draft_now.pending)],
                 tokens=[6],
                 confidences=[confidence],
                 draft_ms=1.0,
@@ -278,17 +278,22 @@ def test_the_status_tells_of_the_requests_in_hand(house: House) -> None:
     """What each request waits for and has, what all did of late, and what is planned."""
     house.client(ask(max_tokens=3, num_draft_tokens=2))
     house.client(StatusRequest())
-    (seen,) = house.told(b"c", Status)[-1].sequences
-    assert (seen.state, seen.prompt_tokens, seen.tokens) == ("prefill", 3, 0)
+    (sequence,) = house.told(b"c", Status)[-1].sequences
+    assert (sequence.state, sequence.prompt_tokens, sequence.tokens) == ("prefill", 3, 0)
     (opened,) = house.told(b"v", OpenSequence)
     house.service(b"v", Prefilled(sequence=opened.sequence, length=2, prefill_ms=1.0, cached=1))
     house.drafted(6)
     house.verified(0, 5)
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
-    (seen,) = status.sequences
-    assert (seen.state, seen.cached_tokens, seen.tokens, seen.hit_rate) == ("verify", 1, 1, 1.0)
-    assert (seen.planner.num_draft_tokens, seen.planner.speculating) == (2, True)
+    (sequence,) = status.sequences
+    assert (sequence.state, sequence.cached_tokens, sequence.tokens, sequence.hit_rate) == (
+        "verify",
+        1,
+        1,
+        1.0,
+    )
+    assert (sequence.planner.num_draft_tokens, sequence.planner.speculating) == (2, True)
     assert (status.window.tokens, status.window.rounds, status.window.cache_hits) == (1, 1, 1)
     house.verified(1, 7)
     house.client(StatusRequest())
@@ -303,9 +308,9 @@ def test_the_status_of_plain_decoding(house: House) -> None:
     house.client(ask(mode="ar"))
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
-    (seen,) = status.sequences
-    assert (seen.planner.mode, seen.planner.speculating) == ("ar", False)
-    assert (seen.planner.num_draft_tokens, seen.planner.branches) == (0, 0)
+    (sequence,) = status.sequences
+    assert (sequence.planner.mode, sequence.planner.speculating) == ("ar", False)
+    assert (sequence.planner.num_draft_tokens, sequence.planner.branches) == (0, 0)
     assert status.planner.speculating
     assert status.planner.num_draft_tokens > 0
     assert status.planner.branches > 0
@@ -336,10 +341,10 @@ def test_the_time_to_the_next_verification_is_measured_after_each_hit(
 ) -> None:
     """Whether it was encoded beforehand or not: of sixteen outcomes, only the likeliest are."""
     house.client(ask(num_draft_tokens=1, branches=16))
-    asked = house.told(b"d", Prepare)[-1]
+    prepare = house.told(b"d", Prepare)[-1]
     tree = DraftTree(
-        sequence=asked.sequence,
-        round=asked.round,
+        sequence=prepare.sequence,
+        round=prepare.round,
         depth=1,
         outcomes=[(0, token) for token in range(1, 17)],
         tokens=list(range(21, 37)),
@@ -432,8 +437,8 @@ def test_a_late_draft_is_not_waited_for() -> None:
     house.client(ask(mode="sd"))
     house.service(b"d", Prefilled(sequence=1, length=2, prefill_ms=1.0))
     house.verified(0, 5)
-    asked, stop = house.told(b"d", DraftNow)
-    assert asked.count > stop.count == 0
+    draft_now, stop = house.told(b"d", DraftNow)
+    assert draft_now.count > stop.count == 0
     assert house.told(b"v", Verify)[-1].nodes == [5]
 
 
@@ -469,9 +474,9 @@ def test_a_restarted_verifier_resumes(house: House) -> None:
 
 def failures(house: House) -> dict[int, str]:
     """Why each request that failed did."""
-    found = {f.request: f.error for f in house.told(b"c", Finished) if f.reason == "error"}
+    errors = {f.request: f.error for f in house.told(b"c", Finished) if f.reason == "error"}
     refused = {-1 - i: refusal.reason for i, refusal in enumerate(house.told(b"c", Rejected))}
-    return found | refused
+    return errors | refused
 
 
 def test_a_lost_verifier_fails_every_request(house: House) -> None:
@@ -543,10 +548,10 @@ def test_a_coarse_clock_does_no_harm(house: House, verify_ms: float) -> None:
 def test_messages_of_one_turn_have_their_own_times(house: House) -> None:
     """A busy machine delivers several at once: the second token is later than the first."""
     house.client(ask(max_tokens=9, mode="ar"))
-    [asked] = house.told(b"v", Verify)
+    [verify] = house.told(b"v", Verify)
     for turn in range(2):
-        turned = msgspec.structs.replace(asked, round=asked.round + turn)
-        outcome = outcome_of(turned, goes_on=asked.granted > 0)
+        turned = msgspec.structs.replace(verify, round=verify.round + turn)
+        outcome = outcome_of(turned, goes_on=verify.granted > 0)
         house.services.inbox.append((b"v", outcome))
     house.settle()
     [request] = house.running
@@ -560,10 +565,10 @@ def test_the_next_verifications_leave_before_the_books_of_a_shared_pass() -> Non
     house.service(b"v", VERIFIER)
     for number in (1, 2):
         house.client(ask(number, max_tokens=9, mode="ar"))
-    asked = house.told(b"v", Verify)
+    verifies = house.told(b"v", Verify)
     sent: list[tuple[bytes, Message]] = []
     house.services.sent = house.clients.sent = sent
-    house.services.inbox += [(b"v", outcome_of(one)) for one in asked]
+    house.services.inbox += [(b"v", outcome_of(verify)) for verify in verifies]
     house.settle()
     assert [type(message) for _, message in sent] == [Verify, Verify, Text, Text]
     assert all(request.sequence.recorder.emitted == 1 for request in house.running)
@@ -577,10 +582,10 @@ def test_what_was_prepared_leaves_first_too() -> None:
     for number in (1, 2):
         house.client(ask(number, max_tokens=9, num_draft_tokens=1))
         house.drafted(6)
-    asked = house.told(b"v", Verify)
+    verifies = house.told(b"v", Verify)
     sent: list[tuple[bytes, Message]] = []
     house.services.sent = house.clients.sent = sent
-    house.services.inbox += [(b"v", outcome_of(one)) for one in asked]
+    house.services.inbox += [(b"v", outcome_of(verify)) for verify in verifies]
     house.settle()
     verified = [message for _, message in sent if isinstance(message, Verify)]
     assert [message.nodes for message in verified] == [[5, 6], [5, 6]]
@@ -592,9 +597,9 @@ def test_what_was_prepared_leaves_first_too() -> None:
 def test_a_new_verifier_is_told_nothing_of_the_old_ones_books(house: House) -> None:
     """They are done before it is known: what has ended is not its to close."""
     house.client(ask(max_tokens=1, mode="ar"))
-    [asked] = house.told(b"v", Verify)
+    [verify] = house.told(b"v", Verify)
     younger = msgspec.structs.replace(VERIFIER, pid=VERIFIER.pid + 10)
-    house.services.inbox += [(b"v", outcome_of(asked)), (b"w", younger)]
+    house.services.inbox += [(b"v", outcome_of(verify)), (b"w", younger)]
     house.settle()
     assert len(house.told(b"v", CloseSequence)) == 1
     assert house.told(b"w", Welcome)
@@ -606,9 +611,9 @@ def test_a_new_verifier_is_told_nothing_of_the_old_ones_books(house: House) -> N
 def test_books_are_done_before_anything_else_happens_to_a_request(house: House) -> None:
     """What was verified is the client's, though the request ends with the next message."""
     house.client(ask(max_tokens=9))
-    [asked] = house.told(b"v", Verify)
-    failed = Failed(sequence=asked.sequence, error="no memory")
-    house.services.inbox += [(b"v", outcome_of(asked)), (b"v", failed)]
+    [verify] = house.told(b"v", Verify)
+    failed = Failed(sequence=verify.sequence, error="no memory")
+    house.services.inbox += [(b"v", outcome_of(verify)), (b"v", failed)]
     house.settle()
     assert [text.tokens for text in house.told(b"c", Text)] == [[5]]
     (finished,) = house.told(b"c", Finished)
@@ -787,8 +792,8 @@ def test_what_a_drafter_reads_is_asked_for_whoever_comes_last() -> None:
     house.service(b"e", msgspec.structs.replace(READER, pid=15))
     house.service(b"f", msgspec.structs.replace(DRAFTER, pid=16))
     house.service(b"g", msgspec.structs.replace(DRAFTER, pid=17))
-    wanted = [READS, READS, None]
-    assert [asked.features for asked in house.told(b"w", ReadTarget)] == wanted
+    expected = [READS, READS, None]
+    assert [request.features for request in house.told(b"w", ReadTarget)] == expected
 
 
 def test_a_drafter_that_reads_nothing_costs_nothing(house: House) -> None:

@@ -63,9 +63,9 @@ def test_the_speculators_packaging_is_read(target: Path, tmp_path: Path) -> None
         "draft_vocab_size": vocabulary_size(),
         "transformer_layer_config": config | {"architectures": ["LlamaModel"]},
     }
-    found = describe_head(write_head(tmp_path, outer, tensors), target)
-    assert found is not None
-    assert (found.format, found.config["num_attention_heads"]) == ("eagle3", 4)
+    description = describe_head(write_head(tmp_path, outer, tensors), target)
+    assert description is not None
+    assert (description.format, description.config["num_attention_heads"]) == ("eagle3", 4)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_mtp_is_for_its_own_family_and_size(target: Path, qwen: Path, tmp_path: 
     """Another family, or another number of layers, is refused."""
     config = json.loads((qwen / "config.json").read_text("utf-8"))
     head = write_head(tmp_path / "h", config, mtp())
-    found = describe_head(head, qwen)
-    assert found is not None
-    assert (found.format, found.layers) == ("mtp", [2])
+    description = describe_head(head, qwen)
+    assert description is not None
+    assert (description.format, description.layers) == ("mtp", [2])
     with pytest.raises(ModelError, match=r"Qwen 3\.5 family, and the target is 'llama'"):
         describe_head(head, target)
     deeper = write_tiny_model(tmp_path / "deep", "qwen3_5", layers=4)
@@ -126,9 +126,9 @@ def test_a_checkpoint_with_mtp_layers_drafts_for_itself_only(qwen: Path, tmp_pat
     both = write_tiny_model(tmp_path / "both", "qwen3_5")
     more = {n: mx.array(a.astype(np.float32)) for n, a in mtp().items()}
     mx.save_safetensors(str(both / "more.safetensors"), more, {"format": "mlx"})
-    found = describe_head(both, qwen)
-    assert found is not None
-    assert found.format == "mtp"
+    description = describe_head(both, qwen)
+    assert description is not None
+    assert description.format == "mtp"
     larger = write_tiny_model(tmp_path / "larger", "qwen3_5", layers=4)
     assert describe_head(both, larger) is None
 

@@ -86,13 +86,13 @@ def test_tokens_behind_the_first_rejection_teach_nothing() -> None:
 
 
 @given(CONFIDENCES, st.integers(0, 8), st.floats(0.0, 1.0))
-def test_rates_are_probabilities(confidences: list[float], accepted: int, asked: float) -> None:
+def test_rates_are_probabilities(confidences: list[float], accepted: int, other: float) -> None:
     """Whatever was observed, a rate lies between 0 and 1."""
     calibration = Calibration()
     for _ in range(20):
         for index, confidence in enumerate(confidences):
             calibration.observe(confidence, accepted=index < accepted)
-    assert 0.0 <= calibration.rate(asked) <= 1.0
+    assert 0.0 <= calibration.rate(other) <= 1.0
 
 
 def plan(mode: Mode = "ssd", *, num_draft_tokens: int = 0, fixed_branches: int = 0) -> Planner:
@@ -220,8 +220,8 @@ def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
 
 def lesson(**changes: Any) -> RoundObservation:
     """A round that hit the second of four candidates after its one draft token fell."""
-    told = {"confidences": [0.5], "prepared": 4, "rank": 1, "verify_ms": 40.0, "idle_ms": 10.0}
-    return observed(**{**told, **changes})
+    fields = {"confidences": [0.5], "prepared": 4, "rank": 1, "verify_ms": 40.0, "idle_ms": 10.0}
+    return observed(**{**fields, **changes})
 
 
 def test_a_fixed_lookahead_says_nothing_about_the_planner() -> None:

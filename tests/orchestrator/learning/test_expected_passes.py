@@ -21,9 +21,9 @@ PLAIN = observed(speculating=False, origin="target", verify_ms=5.5, idle_ms=0.5)
 
 
 def expecting(chains: dict[int, float]) -> CostModel:
-    known = CostModel()
-    known.expect_passes(PassTimes(chains=chains))
-    return known
+    estimates = CostModel()
+    estimates.expect_passes(PassTimes(chains=chains))
+    return estimates
 
 
 @pytest.mark.parametrize(("chains", "fewest", "most"), [(FLAT, 6, 8), (STEEP, 1, 5)])
@@ -78,39 +78,39 @@ def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
     assert latency.of(8) == pytest.approx(factor * STEEP[8], rel=0.15)
 
 
-def speed_of(known: CostModel) -> float:
+def speed_of(estimates: CostModel) -> float:
     """Tokens per second of speculative rounds."""
-    switch = known.switch("ssd")
+    switch = estimates.switch("ssd")
     assert switch is not None
     return switch.speculative_tok_s
 
 
 def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
     """A kernel is made, or somebody else has the core: the next pass is as fast as before."""
-    known = expecting(FLAT)
+    estimates = expecting(FLAT)
     for _ in range(15):
-        known.observe_round(ROUND)
-    before = speed_of(known)
+        estimates.observe_round(ROUND)
+    before = speed_of(estimates)
     assert before == pytest.approx(1e3 * 3 / 6.9, rel=0.01)
-    known.observe_round(replace(ROUND, verify_ms=200.0))
-    assert speed_of(known) > 0.95 * before
-    known.observe_round(replace(ROUND, idle_ms=200.0))
-    assert speed_of(known) > 0.65 * before
+    estimates.observe_round(replace(ROUND, verify_ms=200.0))
+    assert speed_of(estimates) > 0.95 * before
+    estimates.observe_round(replace(ROUND, idle_ms=200.0))
+    assert speed_of(estimates) > 0.65 * before
 
 
 def test_a_single_stall_makes_no_start_dear_for_long() -> None:
     """Nothing would be looked up for hundreds of tokens."""
-    known = expecting(FLAT)
-    known.observe_round(replace(PLAIN, idle_ms=3000.0))
-    assert known.run_start_ms.value <= 4.0 * FLAT[1] + 1.0
+    estimates = expecting(FLAT)
+    estimates.observe_round(replace(PLAIN, idle_ms=3000.0))
+    assert estimates.run_start_ms.value <= 4.0 * FLAT[1] + 1.0
 
 
 def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:
     """The drafter is behind a slow link."""
-    known = expecting(FLAT)
+    estimates = expecting(FLAT)
     for _ in range(20):
-        known.observe_round(replace(ROUND, origin="miss", idle_ms=40.0))
-    assert speed_of(known) == pytest.approx(1e3 * 3 / 46.4, rel=0.01)
+        estimates.observe_round(replace(ROUND, origin="miss", idle_ms=40.0))
+    assert speed_of(estimates) == pytest.approx(1e3 * 3 / 46.4, rel=0.01)
 
 
 def service(role: Role, model: str, **fields: Any) -> Hello:
@@ -124,21 +124,21 @@ def service(role: Role, model: str, **fields: Any) -> Hello:
 
 def test_another_drafter_leaves_them_and_another_verifier_brings_its_own() -> None:
     """What was measured belongs to the pair; what passes take at load, to the verifier."""
-    known = CostModel()
+    estimates = CostModel()
     verifier = service("verifier", "large", pass_times=PassTimes(chains=FLAT))
-    known.on_hello(verifier)
-    known.on_hello(service("drafter", "small"))
+    estimates.on_hello(verifier)
+    estimates.on_hello(service("drafter", "small"))
     for _ in range(30):
-        known.verify_latency.observe(8, 10.0)
-    learned = known.verify_latency.of(8)
+        estimates.verify_latency.observe(8, 10.0)
+    learned = estimates.verify_latency.of(8)
     assert learned > 9.0
-    known.on_hello(verifier)  # it was restarted
-    known.on_hello(service("drafter", "small"))
-    assert known.verify_latency.of(8) == learned
-    known.on_hello(service("drafter", "other"))
-    assert known.verify_latency.of(8) == FLAT[8]
-    known.on_hello(service("verifier", "large", pass_times=PassTimes(chains=STEEP)))
-    assert known.verify_latency.of(8) == STEEP[8]
+    estimates.on_hello(verifier)  # it was restarted
+    estimates.on_hello(service("drafter", "small"))
+    assert estimates.verify_latency.of(8) == learned
+    estimates.on_hello(service("drafter", "other"))
+    assert estimates.verify_latency.of(8) == FLAT[8]
+    estimates.on_hello(service("verifier", "large", pass_times=PassTimes(chains=STEEP)))
+    assert estimates.verify_latency.of(8) == STEEP[8]
 
 
 def test_times_that_are_not_measured_yet_change_nothing() -> None:
@@ -156,9 +156,9 @@ def test_times_that_are_not_measured_yet_change_nothing() -> None:
 
 def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
     """There further branches cost little; on a CPU, and on the Neural Engine, each costs time."""
-    known, branches = CostModel(), dict[str, int]()
+    estimates, branches = CostModel(), dict[str, int]()
     for unit in ("cuda", "cuda:1", "cpu", "metal", "cpu_and_ne", ""):
-        known.on_hello(service("drafter", "small", compute_unit=unit))
-        branches[unit] = Planner("ssd", known).branches
+        estimates.on_hello(service("drafter", "small", compute_unit=unit))
+        branches[unit] = Planner("ssd", estimates).branches
     expected = {"cuda": 32, "cuda:1": 32, "cpu": 8, "metal": 32, "cpu_and_ne": 8, "": 8}
     assert branches == expected

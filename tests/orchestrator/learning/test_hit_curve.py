@@ -45,14 +45,14 @@ def test_it_stays_a_probability(samples: list[tuple[int, int]], candidates: int)
 
 def test_asking_changes_nothing() -> None:
     """A curve that is asked all the time tells the same as one that is asked for the first time."""
-    asked, random = HitCurve(AFTER_ALL), Random(2)  # noqa: S311  # no secret depends on it
+    queried, random = HitCurve(AFTER_ALL), Random(2)  # noqa: S311  # no secret depends on it
     silent = HitCurve(AFTER_ALL)
     for _ in range(20):
         rank = random.choice([0, 1, 5, None])
-        for curve in (asked, silent):
+        for curve in (queried, silent):
             curve.observe(rank, 8)
-        asked.hit(random.randint(0, 40))
-    asked.observe(3, 8)
+        queried.hit(random.randint(0, 40))
+    queried.observe(3, 8)
     silent.observe(3, 8)
-    told = [asked.hit(count) for count in range(40)]
-    assert [silent.hit(count) for count in range(40)] == told
+    hits = [queried.hit(count) for count in range(40)]
+    assert [silent.hit(count) for count in range(40)] == hits

@@ -78,12 +78,12 @@ def test_a_loss_ends_after_few_tokens() -> None:
     pace = settled(45.0, 50.0)
     losses = []
     for _ in range(4):
-        begun = pace.speculating
+        was_speculating = pace.speculating
         lost = 0.0
-        while pace.speculating is begun:
+        while pace.speculating is was_speculating:
             lost += 0.2 if pace.speculating else 0.0
             pace.observe(1, 60.0 if pace.speculating else 50.0, accepted=1)
-        if begun:
+        if was_speculating:
             losses.append(lost)
     assert max(losses) < 12.0
     assert sum(losses) / len(losses) < 9.0

@@ -46,8 +46,8 @@ def running(house: House) -> list[int]:
 
 
 def verified(house: House, sequence: int, bonus: int) -> None:
-    asked = [m for m in house.told(b"v", Verify) if m.sequence == sequence][-1]
-    house.service(b"v", outcome_of(asked, bonus=bonus, sequences=2, rows=2))
+    verify = [m for m in house.told(b"v", Verify) if m.sequence == sequence][-1]
+    house.service(b"v", outcome_of(verify, bonus=bonus, sequences=2, rows=2))
 
 
 def test_background_requests_are_overtaken() -> None:
@@ -165,11 +165,11 @@ def test_a_request_for_many_answers_makes_room() -> None:
     house.client(ask(9, max_tokens=1, client="crowd", group=8))
     assert running(house) == [1, 2, 4]
     verified(house, 2, 21)  # it was under way
-    asked = len(house.told(b"v", Verify))
+    verify_count = len(house.told(b"v", Verify))
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
     assert (status.active, status.waiting) == (2, 2)
-    assert len(house.told(b"v", Verify)) == asked
+    assert len(house.told(b"v", Verify)) == verify_count
     verified(house, 4, 5)
     for bonus in (22, 23):
         verified(house, 2, bonus)

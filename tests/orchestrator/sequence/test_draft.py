@@ -43,10 +43,10 @@ def test_what_follows_a_token_is_a_draft(parents: tuple[int, ...], data: st.Data
     whole = tree_of([0.5] * len(parents), parents)
     row = data.draw(st.integers(0, len(parents)))
     below = whole.below(row)
-    paths = {tuple(whole.tokens_to(one)) for one in range(len(whole) + 1)}
+    paths = {tuple(whole.tokens_to(row)) for row in range(len(whole) + 1)}
     prefix = tuple(whole.tokens_to(row))
     expected = {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix}
-    assert {tuple(below.tokens_to(one)) for one in range(len(below) + 1)} == expected
+    assert {tuple(below.tokens_to(row)) for row in range(len(below) + 1)} == expected
 
 
 def test_chains_are_trees_without_siblings() -> None:

@@ -19,34 +19,34 @@ TOKENS = [5, 6, 7, 8]
 
 
 def sync() -> DrafterSync:
-    found = DrafterSync(1)
-    found.on_open(TOKENS)
-    return found
+    drafter = DrafterSync(1)
+    drafter.on_open(TOKENS)
+    return drafter
 
 
-def ask(one: DrafterSync) -> None:
-    one.draft_now(TOKENS, 1, 0, Preparation([], 4, 1))
+def ask(drafter: DrafterSync) -> None:
+    drafter.draft_now(TOKENS, 1, 0, Preparation([], 4, 1))
 
 
 def test_a_draft_that_is_used_before_its_end_is_stopped_once() -> None:
     """The drafter would go on with it beside the verification."""
-    one = sync()
-    assert one.stop(TOKENS, 2) == []
-    ask(one)
-    [stop] = one.stop(TOKENS, 2)
+    drafter = sync()
+    assert drafter.stop(TOKENS, 2) == []
+    ask(drafter)
+    [stop] = drafter.stop(TOKENS, 2)
     assert (stop.count, stop.round, stop.base, stop.tokens) == (0, 2, 3, [])
-    assert one.stop(TOKENS, 2) == []
+    assert drafter.stop(TOKENS, 2) == []
 
 
 def test_a_draft_that_is_complete_needs_no_stop() -> None:
     """Nor one of a drafter that has been opened anew."""
-    one = sync()
-    ask(one)
-    one.on_last_depth()
-    assert one.stop(TOKENS, 2) == []
-    ask(one)
-    one.on_open(TOKENS)
-    assert one.stop(TOKENS, 2) == []
+    drafter = sync()
+    ask(drafter)
+    drafter.on_last_depth()
+    assert drafter.stop(TOKENS, 2) == []
+    ask(drafter)
+    drafter.on_open(TOKENS)
+    assert drafter.stop(TOKENS, 2) == []
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -56,9 +56,9 @@ def test_nothing_is_drafted_for_nobody(trees: bool) -> None:  # noqa: FBT001  # 
     stack = Stack(mode="sd", target=Target(0), prompt=[1], limits=limits, skill=0.6, trees=trees)
     stack.drafter_comes()
     stack.calm().assert_plain()
-    drafts = [one for one in stack.to_drafter() if isinstance(one, DraftNow)]
-    assert any(one.count for one in drafts)
-    assert any(not one.count for one in drafts)
+    drafts = [message for message in stack.to_drafter() if isinstance(message, DraftNow)]
+    assert any(draft.count for draft in drafts)
+    assert any(not draft.count for draft in drafts)
     assert stack.sequence.recorder.stale_trees == 0
 
 
@@ -71,8 +71,8 @@ def test_no_depth_is_asked_for_that_comes_too_late(step_ms: float, depth: int) -
     estimates.observe_step(2, step_ms)
     estimates.observe_step(1, step_ms + 2.0)
     planner = Planner("ssd", estimates, fixed_branches=8)
-    asked = planner.plan_preparation(Draft([1, 2], [0.5, 0.5]), "hit")
-    assert asked.depth == depth
+    preparation = planner.plan_preparation(Draft([1, 2], [0.5, 0.5]), "hit")
+    assert preparation.depth == depth
 
 
 def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
@@ -90,30 +90,36 @@ def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
         switch.observe(1, 60.0 if switch.speculating else 20.0, accepted=0)
     limits = Limits(200, frozenset(), 0)
     stack = Stack(mode="ssd", target=Target(0), prompt=[1], limits=limits, estimates=estimates)
-    seen: list[RoundObservation] = []
-    monkeypatch.setattr(estimates, "observe_round", observing(seen, estimates.observe_round))
+    observations: list[RoundObservation] = []
+    monkeypatch.setattr(
+        estimates, "observe_round", observing(observations, estimates.observe_round)
+    )
     stack.drafter_comes()
     stack.calm().assert_plain()
-    asked = [one for one in stack.to_drafter() if isinstance(one, DraftNow | Prepare)]
-    first, second = asked[:2]
+    requests = [
+        message for message in stack.to_drafter() if isinstance(message, DraftNow | Prepare)
+    ]
+    first, second = requests[:2]
     assert isinstance(first, DraftNow)
     assert first.count == 0
     assert len(first.tokens) > 40
     sent = [action.message for action in stack.actions if isinstance(action, ToVerifier)]
-    [beside] = [one for one in sent if isinstance(one, Verify) and one.round == first.round]
+    [beside] = [
+        message for message in sent if isinstance(message, Verify) and message.round == first.round
+    ]
     assert (len(beside.nodes), beside.granted, beside.drafter_idle) == (1, 0, False)
     assert second.round == first.round + 1
     assert len(second.tokens) == 1
-    assert not seen[first.round - 1].speculating
-    assert seen[first.round].speculating
+    assert not observations[first.round - 1].speculating
+    assert observations[first.round].speculating
 
 
 def observing(
-    seen: list[RoundObservation], observe: Callable[[RoundObservation], None]
+    observations: list[RoundObservation], observe: Callable[[RoundObservation], None]
 ) -> Callable[[RoundObservation], None]:
-    def see(one: RoundObservation) -> None:
-        seen.append(one)
-        observe(one)
+    def see(observation: RoundObservation) -> None:
+        observations.append(observation)
+        observe(observation)
 
     return see
 
@@ -121,9 +127,9 @@ def observing(
 def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
     """The drafter computed it when it prepared what may follow."""
     tokens = list(range(1, 30))
-    one = sync()
-    assert not one.is_behind(TOKENS)
+    drafter = sync()
+    assert not drafter.is_behind(TOKENS)
     draft = Draft(tokens, [0.5] * len(tokens))
-    one.prepare(TOKENS, 2, draft, Preparation([1] * 30, 2, 1))
-    assert not one.is_behind([*TOKENS, *tokens, 3])
-    assert one.is_behind([*TOKENS, *tokens, *range(20)])
+    drafter.prepare(TOKENS, 2, draft, Preparation([1] * 30, 2, 1))
+    assert not drafter.is_behind([*TOKENS, *tokens, 3])
+    assert drafter.is_behind([*TOKENS, *tokens, *range(20)])

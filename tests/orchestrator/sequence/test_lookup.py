@@ -44,9 +44,9 @@ def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned:
         for end in range(length, len(tokens)):
             fits = tokens[end - length : end] == tail and len(tail) == length
             if fits and tokens[end] != banned:
-                found = tokens[end : end + count]
-                kept = found.index(banned) if banned in found else len(found)
-                best = found[:kept], CONFIDENCE[length]
+                continuation = tokens[end : end + count]
+                kept = continuation.index(banned) if banned in continuation else len(continuation)
+                best = continuation[:kept], CONFIDENCE[length]
     bans = BannedTokens(LogitsOptions(logit_bias=((banned, -100.0), (9, 99.0))))
     assert best == find_continuation(tokens, count, bans.count_allowed)
 

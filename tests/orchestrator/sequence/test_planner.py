@@ -53,10 +53,10 @@ def test_what_a_wait_costs_besides_its_tokens_counts(idle_ms: float, expected: i
 
     A millisecond is a tenth of a token, and three tokens bring .63 more than they cost.
     """
-    known = taught(0.7, 1.0)
-    known.observe_round(observed(by_hand=True, idle_ms=0.5))
-    known.observe_round(observed(by_hand=True, origin="miss", idle_ms=idle_ms, waited_ms=3.0))
-    assert Planner("ssd", known).backup_length() == expected
+    estimates = taught(0.7, 1.0)
+    estimates.observe_round(observed(by_hand=True, idle_ms=0.5))
+    estimates.observe_round(observed(by_hand=True, origin="miss", idle_ms=idle_ms, waited_ms=3.0))
+    assert Planner("ssd", estimates).backup_length() == expected
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))
@@ -95,11 +95,11 @@ def test_the_fan_out_spends_the_budget(confidences: list[float], budget: int) ->
 
 def test_the_likeliest_rounds_alone_are_planned_beforehand() -> None:
     """All of a few; of many those behind likely ends, and of these the best candidates."""
-    known = taught(0.9)
+    estimates = taught(0.9)
     draft = chain_of([0.99, 0.01])  # it ends before the second token, most likely
     outcomes = [(row, bonus) for row in (0, 1, 2) for bonus in range(4)]
-    assert list(choose_planned(known, outcomes[:8], draft, "hit")) == outcomes[:8]
-    chosen = choose_planned(known, outcomes, draft, "hit")
+    assert list(choose_planned(estimates, outcomes[:8], draft, "hit")) == outcomes[:8]
+    chosen = choose_planned(estimates, outcomes, draft, "hit")
     assert len(chosen) == 8
     assert chosen[0] == (1, 0)
     assert {(1, bonus) for bonus in range(4)} <= set(chosen)

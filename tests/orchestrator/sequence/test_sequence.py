@@ -740,9 +740,9 @@ def test_a_pause_is_a_free_run_until_something_better_comes() -> None:
     plan: Any = {"mode": "ssd", "target": Target(3), "prompt": [1, 2], "limits": limits}
     stack = started(skill=0.0, **plan).calm()
     stack.assert_plain()
-    asked = granted(stack)
-    assert all(chain == 1 for chain, unasked in asked if unasked)
-    assert len(asked) < stack.sequence.recorder.rounds
+    grants = granted(stack)
+    assert all(chain == 1 for chain, unasked in grants if unasked)
+    assert len(grants) < stack.sequence.recorder.rounds
     assert revoked(stack) > 0
 
 

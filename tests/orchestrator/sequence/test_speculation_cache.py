@@ -229,10 +229,10 @@ def test_a_rest_is_inherited(rest: list[int], verified: int, accepted: int, bonu
     assert ([(verified, rest[0])] if useful else []) == cache.latest_outcomes()
     assert int(useful) == len(cache)
     expected = rest[1:] if useful and (verified, rest[0]) == (accepted, bonus) else []
-    found = cache.draft(accepted, bonus)
+    draft = cache.draft(accepted, bonus)
     assert (expected, [confidence(token) for token in expected]) == (
-        found.tokens,
-        found.confidences,
+        draft.tokens,
+        draft.confidences,
     )
     assert cache.rank(accepted, bonus) == (None, 0)
 

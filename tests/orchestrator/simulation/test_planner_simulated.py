@@ -33,13 +33,13 @@ def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int 
 
 @cache
 def compared(shape: str, ratio: float, alpha: float) -> Comparison:
-    found = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
-    plain = simulate(found, Strategy(mode="ar"))
-    fixed = [simulate(found, strategy) for strategy in FIXED]
+    simulated = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
+    plain = simulate(simulated, Strategy(mode="ar"))
+    fixed = [simulate(simulated, strategy) for strategy in FIXED]
     return Comparison(
         plain=plain,
         sequential=plain,
-        adaptive=simulate(found, Strategy()),
+        adaptive=simulate(simulated, Strategy()),
         fixed=fixed,
     )
 
@@ -67,28 +67,28 @@ def test_the_planner_is_never_slower_than_plain_decoding(
     shape: str, ratio: float, alpha: float
 ) -> None:
     """Not even with a drafter that is slower than the target."""
-    found = compared(shape, ratio, alpha)
-    assert found.against_plain > 0.97
-    assert found.adaptive.efficiency > 0.93
+    comparison = compared(shape, ratio, alpha)
+    assert comparison.against_plain > 0.97
+    assert comparison.adaptive.efficiency > 0.93
 
 
 @pytest.mark.parametrize(("shape", "ratio"), list(product(("flat", "mild", "steep"), (0.1, 0.25))))
 @pytest.mark.parametrize("alpha", [0.3, 0.6])
 def test_sequential_drafting_is_planned_too(shape: str, ratio: float, alpha: float) -> None:
     """The time that drafts take is weighed: .95 of the best fixed lookahead, and of plain."""
-    found = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
+    simulated = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
     fixed = [Strategy(mode="sd", num_draft_tokens=k) for k in (1, 2, 4)]
-    best = max(simulate(found, strategy).tok_s for strategy in (*fixed, Strategy(mode="ar")))
-    assert simulate(found, Strategy(mode="sd")).tok_s > 0.95 * best
+    best = max(simulate(simulated, strategy).tok_s for strategy in (*fixed, Strategy(mode="ar")))
+    assert simulate(simulated, Strategy(mode="sd")).tok_s > 0.95 * best
 
 
 @pytest.mark.parametrize("shape", T_VERIFY)
 def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
     """Nothing is ever accepted: plain decoding but for the trials."""
     acceptance = AcceptanceModel(alpha=0.0, first=0.0)
-    found = compare(scenario(shape, 0.3, acceptance))
-    assert found.against_plain > 0.97
-    assert found.sequential.tok_s > 0.97 * found.plain.tok_s
+    comparison = compare(scenario(shape, 0.3, acceptance))
+    assert comparison.against_plain > 0.97
+    assert comparison.sequential.tok_s > 0.97 * comparison.plain.tok_s
 
 
 # ---------------------------------------------------------------- the paper
@@ -96,8 +96,8 @@ def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
 
 def paper(**acceptance: float) -> Scenario:
     """70B and 1B on H100s, waiting for whole trees as the paper does."""
-    found = scenario_of(None, "h100-70b-1b", {"tokens": 2500, "whole_tree": True})
-    return replace(found, acceptance=replace(found.acceptance, **acceptance))
+    simulated = scenario_of(None, "h100-70b-1b", {"tokens": 2500, "whole_tree": True})
+    return replace(simulated, acceptance=replace(simulated.acceptance, **acceptance))
 
 
 SAGUARO = Strategy(num_draft_tokens=7, branches=24)
@@ -124,10 +124,10 @@ def answers(texts: str, strategy: Strategy, seed: int) -> float:
     learned, seconds = CostModel(), 0.0
     for number, alpha in enumerate(TEXTS[texts]):
         acceptance = AcceptanceModel(alpha=alpha, burst=0.35, stretch=16.0)
-        found = Scenario(
+        simulated = Scenario(
             device=TWO_CORES, acceptance=acceptance, tokens=96, seed=1000 * seed + number
         )
-        seconds += 96 / simulate(found, strategy, learned).tok_s
+        seconds += 96 / simulate(simulated, strategy, learned).tok_s
     return 96 * len(TEXTS[texts]) / seconds
 
 
@@ -156,14 +156,14 @@ def test_poor_texts_among_good_ones_lose_little() -> None:
     for seed in range(6):
         learned, ratios = CostModel(), []
         for number, alpha in enumerate((0.75, 0.15, 0.75, 0.3, 0.75, 0.0)):
-            found = Scenario(
+            simulated = Scenario(
                 device=SHARED_CORES,
                 acceptance=AcceptanceModel(alpha=alpha, burst=0.2),
                 tokens=64,
                 seed=1000 * seed + number,
             )
-            plain = simulate(found, Strategy(mode="ar")).tok_s
-            ratios.append(simulate(found, Strategy(), learned).tok_s / plain)
+            plain = simulate(simulated, Strategy(mode="ar")).tok_s
+            ratios.append(simulate(simulated, Strategy(), learned).tok_s / plain)
         slowest.append(min(ratios))
         all_of_them += ratios
     assert sum(slowest) / len(slowest) > 0.85
@@ -181,12 +181,12 @@ FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.
 def test_the_paper_s_speed_up() -> None:
     """SSD over SD about 1.55, over plain decoding above 4, hit rate about .9 (third parties: 1.54,
     4.2, .88, with Theorem 12's shares; learned ones hit more often)."""
-    found = paper()
-    ssd = simulate(found, SAGUARO)
+    simulated = paper()
+    ssd = simulate(simulated, SAGUARO)
     assert ssd.tok_s / simulate(
-        found, Strategy(mode="sd", num_draft_tokens=7)
+        simulated, Strategy(mode="sd", num_draft_tokens=7)
     ).tok_s == pytest.approx(1.54, abs=0.12)
-    assert 4.0 < ssd.tok_s / simulate(found, Strategy(mode="ar")).tok_s < 4.8
+    assert 4.0 < ssd.tok_s / simulate(simulated, Strategy(mode="ar")).tok_s < 4.8
     assert ssd.statistics.hit_rate == pytest.approx(0.93, abs=0.03)
 
 
@@ -205,10 +205,10 @@ def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:
     next to nothing."""
 
     def kept(*, whole_tree: bool) -> float:
-        found = paper()
-        slow = replace(found.device, t_draft=5.0, whole_tree=whole_tree)
+        simulated = paper()
+        slow = replace(simulated.device, t_draft=5.0, whole_tree=whole_tree)
         runs = [
-            simulate(replace(found, device=slow), Strategy(num_draft_tokens=k, branches=24))
+            simulate(replace(simulated, device=slow), Strategy(num_draft_tokens=k, branches=24))
             for k in (2, 4, 7, 14)
         ]
         speeds = [run.tok_s for run in runs]
@@ -234,6 +234,6 @@ def test_the_backup_follows_the_price_of_a_draft(ratio: float, waits: bool) -> N
 def test_the_planner_starts_from_the_devices_passes() -> None:
     """As from those that a verifier times at load; in plain decoding no round verifies eight."""
     learned = CostModel()
-    found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=4)
-    simulate(found, Strategy(mode="ar"), learned)
+    simulated = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=4)
+    simulate(simulated, Strategy(mode="ar"), learned)
     assert [learned.verify_latency.of(rows) for rows in (8, 16)] == [9.0, 9.4]

@@ -56,12 +56,12 @@ def test_a_curve_that_makes_no_sense_is_refused(text: float | str) -> None:
 
 def test_events_happen_in_order() -> None:
     """By time; those of one instant in the order in which they were planned."""
-    agenda, seen = EventQueue(), []
+    agenda, order = EventQueue(), []
     for name, delay in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
-        agenda.after(delay, lambda name=name: seen.append((name, agenda.now)))
+        agenda.after(delay, lambda name=name: order.append((name, agenda.now)))
     while agenda.step():
         pass
-    assert seen == [("a", 1.0), ("b", 1.0), ("c", 2.0)]
+    assert order == [("a", 1.0), ("b", 1.0), ("c", 2.0)]
 
 
 @pytest.mark.parametrize("acceptance", [
@@ -95,17 +95,19 @@ def test_insight_is_the_explained_variance() -> None:
     assert np.var(sure) / (0.6 * 0.4) == pytest.approx(0.4, abs=0.02)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_law_where_all_was_accepted(own: bool) -> None:  # noqa: FBT001  # pytest names it
+@pytest.mark.parametrize("has_curve", [True, False])
+def test_the_law_where_all_was_accepted(has_curve: bool) -> None:  # noqa: FBT001  # pytest names it
     """Given by itself, or what follows from acceptance and the law after a rejection."""
-    both = {"r_all": 0.8, "first_all": 0.7} if own else {}
+    both = {"r_all": 0.8, "first_all": 0.7} if has_curve else {}
     script = Oracle(AcceptanceModel(alpha=0.6, first=0.3, r=0.5, **both), 60_000, seed=2)
     for wide in (1, 3, 8):
         hits = np.mean(
             [script.token(p) in script.bonuses(p, wide, rejected=False) for p in range(60_000)]
         )
         behind = 1 - 0.7 * (wide - 1) ** -0.5 if wide > 1 else 0.0
-        assert hits == pytest.approx(1 - 0.3 * wide**-0.8 if own else 0.6 + 0.4 * behind, abs=0.01)
+        assert hits == pytest.approx(
+            1 - 0.3 * wide**-0.8 if has_curve else 0.6 + 0.4 * behind, abs=0.01
+        )
         assert len(set(script.bonuses(7, wide, rejected=False))) == wide
 
 
@@ -117,30 +119,30 @@ def test_half_a_law_is_refused() -> None:
 
 def test_plain_decoding_takes_its_time() -> None:
     """A verification and two messages per token, exactly."""
-    found = run(PLAIN)
-    assert found.tok_s == pytest.approx(1e3 / 20.2)
-    assert found.bound_tok_s == pytest.approx(1e3 / 20.0)
+    result = run(PLAIN)
+    assert result.tok_s == pytest.approx(1e3 / 20.2)
+    assert result.bound_tok_s == pytest.approx(1e3 / 20.0)
 
 
 def test_sequential_rounds_take_their_time() -> None:
     """K draft steps, a verification, four messages; all of it in turn."""
-    found = run(Strategy(mode="sd", num_draft_tokens=3), alpha=1.0)
-    assert found.statistics.mean_acceptance_length == pytest.approx(4.0, abs=0.1)
-    assert found.tok_s == pytest.approx(4e3 / (20 + 3 * 2 + 0.4), rel=0.02)
-    assert found.statistics.overlap_ratio == 0.0
+    result = run(Strategy(mode="sd", num_draft_tokens=3), alpha=1.0)
+    assert result.statistics.mean_acceptance_length == pytest.approx(4.0, abs=0.1)
+    assert result.tok_s == pytest.approx(4e3 / (20 + 3 * 2 + 0.4), rel=0.02)
+    assert result.statistics.overlap_ratio == 0.0
 
 
 def test_drafts_of_a_perfect_drafter_cost_no_time() -> None:
     """All of them are prepared while the target works."""
-    found = run(Strategy(num_draft_tokens=3), alpha=1.0)
-    assert found.statistics.hit_rate == 1.0
-    assert found.tok_s == pytest.approx(4e3 / 20.2, rel=0.03)
+    result = run(Strategy(num_draft_tokens=3), alpha=1.0)
+    assert result.statistics.hit_rate == 1.0
+    assert result.tok_s == pytest.approx(4e3 / 20.2, rel=0.03)
 
 
 def test_a_whole_tree_is_waited_for() -> None:
     """With T_p above T_v a round takes T_p: the chain's step, then K of the tree."""
-    found = run(Strategy(num_draft_tokens=3), alpha=1.0, t_draft=8.0, whole_tree=True)
-    assert found.tok_s == pytest.approx(4e3 / (8.0 + 3 * 8.0 + 0.2), rel=0.03)
+    result = run(Strategy(num_draft_tokens=3), alpha=1.0, t_draft=8.0, whole_tree=True)
+    assert result.tok_s == pytest.approx(4e3 / (8.0 + 3 * 8.0 + 0.2), rel=0.03)
 
 
 def test_contention_slows_verification() -> None:
@@ -167,10 +169,10 @@ def test_any_device_decodes(
     whole_tree: bool,  # noqa: FBT001  # hypothesis names it
 ) -> None:
     """All tokens come, in no less time than the bound allows."""
-    found = run(strategy, 60, alpha, t_draft=t_draft, whole_tree=whole_tree)
-    statistics = found.statistics
+    result = run(strategy, 60, alpha, t_draft=t_draft, whole_tree=whole_tree)
+    statistics = result.statistics
     assert 60 <= statistics.accepted + statistics.rounds <= 61
-    assert 0.0 < found.efficiency < 1.0 + 1e-9
+    assert 0.0 < result.efficiency < 1.0 + 1e-9
 
 
 def test_a_simulation_repeats() -> None:

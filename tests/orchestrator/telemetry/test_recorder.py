@@ -192,7 +192,7 @@ def test_acceptance_by_lag() -> None:
     recorder.count_verified(chain_of([0.5] * 2), ["lookup"], "lookup")
     recorder.count_verified(chain_of([0.5] * 2), ["hit", "hit"], "hit")
     recorder.retract(["hit", "target"])
-    found = recorder.summarise()
-    assert found.offered_by_lag == [1, 1, 2, 2, 1]
-    assert found.accepted_by_lag == [1, 1, 1, 1, 0]
-    assert found.state_bytes == 40
+    statistics = recorder.summarise()
+    assert statistics.offered_by_lag == [1, 1, 2, 2, 1]
+    assert statistics.accepted_by_lag == [1, 1, 1, 1, 0]
+    assert statistics.state_bytes == 40

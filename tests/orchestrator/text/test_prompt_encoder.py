@@ -76,8 +76,8 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         return made[-1]
 
     yield create
-    for one in made:
-        one.close()
+    for encoder in made:
+        encoder.close()
 
 
 def chat(number: int, content: str, **options: Any) -> Generate:
@@ -133,21 +133,21 @@ def test_workers_parse_special_tokens_if_asked_to(tmp_path: Path, folder: Path) 
 
 def watch_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """What the workers are given from now on: which one, and the prompt's text."""
-    encode, given = PromptProcess.encode, []
+    encode, prompts = PromptProcess.encode, []
 
     def noted(worker: Any, prompt: EncodePrompt) -> Tokens | UsageError:
-        given.append((worker, prompt.text))
+        prompts.append((worker, prompt.text))
         return encode(worker, prompt)
 
     monkeypatch.setattr(PromptProcess, "encode", noted)
-    return given
+    return prompts
 
 
 def test_long_prompts_are_tokenised_elsewhere_and_once(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for the same prompt meanwhile gets the same result; later it is known."""
-    given = watch_workers(monkeypatch)
+    prompts = watch_workers(monkeypatch)
     encoder = make()
     for number in (1, 2, 3):
         assert encoder.encode((b"c", number), Generate(request=number, text=LONG)) is None
@@ -158,21 +158,21 @@ def test_long_prompts_are_tokenised_elsewhere_and_once(
     assert wait(encoder) == {1: tokens, 2: tokens}
     assert len(encoder) == 0
     assert encoder.encode((b"c", 4), Generate(request=4, text=LONG)) == tokens
-    assert [text for _, text in given] == [LONG]
+    assert [text for _, text in prompts] == [LONG]
 
 
 def test_equal_prompts_with_equal_grammars_are_prepared_once(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same prompt with another grammar is another job."""
-    given = watch_workers(monkeypatch)
+    prompts = watch_workers(monkeypatch)
     encoder = make()
     for number, grammar in enumerate(("start: /a/", "start: /a/", "start: /b/")):
         message = grammatical(number, grammar, text=LONG)
         assert encoder.encode((b"c", number), message) is None
     results = wait_for(encoder, 3)
     assert results == dict.fromkeys(range(3), expected(folder, LONG))
-    assert len(given) == 2
+    assert len(prompts) == 2
 
 
 def test_nobody_waits_for_a_very_long_prompt(make: Make, folder: Path) -> None:

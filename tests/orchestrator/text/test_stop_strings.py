@@ -103,10 +103,10 @@ def test_no_stop_string_is_ever_shown(strings: list[str], stop: list[str]) -> No
     """Whatever the stop strings, what is shown begins the whole text and contains none of them."""
     whole = "".join(strings)
     shown, stopped = told(strings, stop)
-    wanted = [string for string in stop if string]
+    stop_strings = [string for string in stop if string]
     assert whole.startswith(shown)
-    assert not any(string in shown for string in wanted)
-    assert stopped is any(string in whole for string in wanted)
+    assert not any(string in shown for string in stop_strings)
+    assert stopped is any(string in whole for string in stop_strings)
 
 
 @given(WORDS, STOPS)
@@ -137,17 +137,17 @@ def test_rounds_do_not_matter(strings: list[str], stop: list[str], sizes: list[i
     """However tokens are batched into rounds, the client gets the same tokens and pieces."""
 
     def received(batches: list[list[int]]) -> tuple[list[int], list[str], bool]:
-        one = answer(strings, stop)
+        request = answer(strings, stop)
         tokens: list[int] = []
         pieces: list[str] = []
         for batch in batches:
-            if not one.is_stopped:
-                text = one.add_tokens(batch, ["target" for _ in batch])
+            if not request.is_stopped:
+                text = request.add_tokens(batch, ["target" for _ in batch])
                 assert len(text.tokens) == len(text.pieces) == len(text.origins)
                 assert text.text == "".join(text.pieces)
                 tokens += text.tokens
                 pieces += text.pieces
-        return tokens, pieces, one.is_stopped
+        return tokens, pieces, request.is_stopped
 
     every = list(range(len(strings)))
     batches: list[list[int]] = []
@@ -159,25 +159,25 @@ def test_rounds_do_not_matter(strings: list[str], stop: list[str], sizes: list[i
 
 def test_tokens_after_a_stop_string_are_retracted() -> None:
     """The token that completes a stop string is the last of the answer; the rest never was."""
-    one = answer(["a", "EN", "D", "b", "c"], ["END"])
-    recorder = one.sequence.recorder
+    request = answer(["a", "EN", "D", "b", "c"], ["END"])
+    recorder = request.sequence.recorder
     recorder.count_verified(chain_of([0.5] * 4), ["hit", "hit", "miss", "hit"], "hit")
     recorder.count_emitted(5, 0.0)
-    text = one.add_tokens([0, 1, 2, 3, 4], ["hit", "hit", "miss", "hit", "target"])
+    text = request.add_tokens([0, 1, 2, 3, 4], ["hit", "hit", "miss", "hit", "target"])
     assert (
         text.tokens,
         text.origins,
         text.pieces,
     ) == ([0, 1, 2], ["hit", "hit", "miss"], ["a", "", ""])
-    assert one.is_stopped
+    assert request.is_stopped
     assert (recorder.emitted, recorder.accepted) == (3, 3)
 
 
 def test_the_rest_has_no_token() -> None:
     """Text held back until the end is a piece of its own."""
-    one = answer(["aE"], ["END"])
-    assert one.add_tokens([0], ["target"]).text == "a"
-    rest, end = one.last_messages("length", "")
+    request = answer(["aE"], ["END"])
+    assert request.add_tokens([0], ["target"]).text == "a"
+    rest, end = request.last_messages("length", "")
     assert isinstance(rest, Text)
     assert (rest.tokens, rest.origins, rest.pieces) == ([], [], ["E"])
     assert isinstance(end, Finished)
@@ -185,9 +185,9 @@ def test_the_rest_has_no_token() -> None:
 
 def test_a_stop_string_in_the_last_tokens_is_the_reason() -> None:
     """An answer that is full and stopped at once was stopped; an error stays an error."""
-    for asked, expected in (("length", "stop"), ("context", "stop"), ("error", "error")):
-        one = answer(["EN", "D"], ["END"])
-        one.add_tokens([0, 1], ["hit", "target"])
-        [end] = one.last_messages(asked, "")
+    for reason, expected in (("length", "stop"), ("context", "stop"), ("error", "error")):
+        request = answer(["EN", "D"], ["END"])
+        request.add_tokens([0, 1], ["hit", "target"])
+        [end] = request.last_messages(reason, "")
         assert isinstance(end, Finished)
         assert end.reason == expected

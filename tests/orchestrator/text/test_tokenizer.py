@@ -232,7 +232,7 @@ def test_streams_are_independent(make: Make) -> None:
     """Two answers that are decoded in turn do not see each other's halves."""
     folder = make()
     tokenizer = TargetTokenizer(folder)
-    one, other = tokenizer.stream(), tokenizer.stream()
+    streams = tokenizer.stream(), tokenizer.stream()
     first, second = plain_tokens(folder, "😀"), plain_tokens(folder, "🦊")
-    pieces = [(one.push(a), other.push(b)) for a, b in zip(first, second, strict=True)]
+    pieces = [(streams[0].push(a), streams[1].push(b)) for a, b in zip(first, second, strict=True)]
     assert pieces[-1] == ("😀", "🦊")

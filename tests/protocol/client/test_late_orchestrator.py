@@ -50,10 +50,10 @@ class Orchestrator:
         self.hub.send(self.client, end)
         return end
 
-    def _status(self, asked: StatusRequest) -> Status:
+    def _status(self, request: StatusRequest) -> Status:
         return Status(
-            pid=self.pid, model="", services=[], active=0, waiting=0, request=asked.request,
-            question=asked.question, serving=self.generates > 0,
+            pid=self.pid, model="", services=[], active=0, waiting=0, request=request.request,
+            question=request.question, serving=self.generates > 0,
         )  # fmt: skip
 
 
@@ -89,11 +89,11 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
     monkeypatch.setattr("protocol.client.request_session._MAX_UNANSWERED", sys.maxsize)
     silence = RequestSession.on_silence
-    asked, enough = [0], threading.Event()
+    count, enough = [0], threading.Event()
 
     def counted(dialogue: RequestSession) -> StatusRequest:
-        asked[0] += 1
-        if asked[0] == QUESTIONS:
+        count[0] += 1
+        if count[0] == QUESTIONS:
             enough.set()
         return silence(dialogue)
 

@@ -59,14 +59,14 @@ def draw(size: int, seed: int) -> np.ndarray:
 
 def answer(processor: LogitsProcessor, size: int, limit: int, seed: int) -> Tokens:
     """The tokens of a model of random taste, up to its limit."""
-    said: Tokens = []
-    while len(said) < limit:
-        token = int(processor.process(draw(size, 1000 * seed + len(said))).argmax())
+    tokens: Tokens = []
+    while len(tokens) < limit:
+        token = int(processor.process(draw(size, 1000 * seed + len(tokens))).argmax())
         if token == EOS:
             break
         processor.extend([token])
-        said.append(token)
-    return said
+        tokens.append(token)
+    return tokens
 
 
 def test_answers_end_before_their_limit(folder: Path, tokenizer: Any) -> None:
@@ -75,9 +75,9 @@ def test_answers_end_before_their_limit(folder: Path, tokenizer: Any) -> None:
     for schema, least in SCHEMAS:
         for limit in (least, 20 + least, 40 + least):
             shape = LogitsOptions(grammar=json_grammar(schema), answer_until=limit, stop_ids=(EOS,))
-            said = answer(LogitsProcessor(shape, folder, []), size, limit, seed=limit)
-            assert len(said) < limit
-            json.loads(tokenizer.decode(said))
+            tokens = answer(LogitsProcessor(shape, folder, []), size, limit, seed=limit)
+            assert len(tokens) < limit
+            json.loads(tokenizer.decode(tokens))
 
 
 def test_the_way_to_the_end_is_a_function_of_the_tokens(folder: Path, tokenizer: Any) -> None:
@@ -85,10 +85,10 @@ def test_the_way_to_the_end_is_a_function_of_the_tokens(folder: Path, tokenizer:
     size = tokenizer.get_vocab_size()
     shape = LogitsOptions(grammar=json_grammar(PERSON), answer_until=60, stop_ids=(EOS,))
     processor = LogitsProcessor(shape, folder, [])
-    said = answer(processor, size, 60, seed=3)
-    for length in range(len(said), 0, -5):
+    tokens = answer(processor, size, 60, seed=3)
+    for length in range(len(tokens), 0, -5):
         row = draw(size, length)
-        fresh = LogitsProcessor(shape, folder, said[:length]).process(row)
+        fresh = LogitsProcessor(shape, folder, tokens[:length]).process(row)
         assert np.array_equal(processor.branch(length).process(row), fresh)
         processor.rewind(length)
         assert np.array_equal(processor.process(row), fresh)
@@ -101,10 +101,10 @@ def test_far_from_the_limit_nothing_changes(folder: Path, tokenizer: Any) -> Non
     limited = LogitsOptions(grammar=grammar, answer_until=5000, stop_ids=(EOS,))
     both = [LogitsProcessor(shape, folder, []) for shape in (free, limited)]
     for step in range(30):
-        one, other = (processor.process(draw(size, step)) for processor in both)
-        assert np.array_equal(one, other)
+        first, other = (processor.process(draw(size, step)) for processor in both)
+        assert np.array_equal(first, other)
         for processor in both:
-            processor.extend([int(one.argmax())])
+            processor.extend([int(first.argmax())])
 
 
 def test_an_end_that_is_too_far_is_not_begun(folder: Path) -> None:

@@ -63,9 +63,9 @@ class Dice:
 
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
-    found = Dice()
-    monkeypatch.setattr("protocol.decoding.rejection.uniform", found)
-    return found
+    dice = Dice()
+    monkeypatch.setattr("protocol.decoding.rejection.uniform", dice)
+    return dice
 
 
 def next_token(row: npt.NDArray[np.float32], drafted: int, sent: DraftDistribution) -> int:
@@ -85,10 +85,10 @@ def test_what_can_be_drawn_from_leaves_the_target_alone(
     sent = DraftDistribution(tokens, probabilities)
     q = np.array(probabilities) / sum(probabilities)
     p = softmax(row.astype(np.float64))
-    known = {token: share for token, share in zip(tokens, q, strict=True) if token < SIZE}
-    rest = np.maximum(p - np.array([known.get(token, 0.0) for token in range(SIZE)]), 0.0)
+    shares = {token: share for token, share in zip(tokens, q, strict=True) if token < SIZE}
+    rest = np.maximum(p - np.array([shares.get(token, 0.0) for token in range(SIZE)]), 0.0)
     cuts = [*np.cumsum(p), *(np.cumsum(rest) / rest.sum() if rest.sum() else [])]
-    found = np.zeros(SIZE)
+    joint = np.zeros(SIZE)
     for drafted, share in zip(tokens, q, strict=True):
         if share == 0.0:
             continue  # it is never drawn
@@ -96,8 +96,8 @@ def test_what_can_be_drawn_from_leaves_the_target_alone(
         for accept, accept_share in _pieces([ratio]):
             for bonus, bonus_share in _pieces(cuts):
                 dice.numbers = {ACCEPT: accept, BONUS: bonus}
-                found[next_token(row, drafted, sent)] += share * accept_share * bonus_share
-    assert found == pytest.approx(p, abs=1e-7)
+                joint[next_token(row, drafted, sent)] += share * accept_share * bonus_share
+    assert joint == pytest.approx(p, abs=1e-7)
 
 
 def _pieces(cuts: list[float]) -> list[tuple[float, float]]:

@@ -30,9 +30,9 @@ def write(folder: Path, config: Any) -> str:
     return str(folder)
 
 
-def choice(preset: Any = "default", **given: Any) -> SamplingChoice:
+def choice(preset: Any = "default", **explicit: Any) -> SamplingChoice:
     """Flags as a user gives them."""
-    return SamplingChoice(preset=preset, given=given, logits_options={}, seed=1)
+    return SamplingChoice(preset=preset, explicit=explicit, logits_options={}, seed=1)
 
 
 def test_what_the_makers_recommend_is_used(tmp_path: Path, capsys: Any) -> None:

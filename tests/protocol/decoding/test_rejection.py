@@ -54,9 +54,9 @@ class Dice:
 
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
-    found = Dice()
-    monkeypatch.setattr("protocol.decoding.rejection.uniform", found)
-    return found
+    dice = Dice()
+    monkeypatch.setattr("protocol.decoding.rejection.uniform", dice)
+    return dice
 
 
 def pieces(steps: Iterable[float]) -> Iterator[tuple[float, float]]:
@@ -68,7 +68,7 @@ def pieces(steps: Iterable[float]) -> Iterator[tuple[float, float]]:
 
 def rolls(dice: Dice, steps: dict[tuple[int, int], Sequence[float]]) -> Iterator[float]:
     """Sets the dice to every combination of pieces; yields its probability."""
-    for combination in product(*(pieces(found) for found in steps.values())):
+    for combination in product(*(pieces(dice) for dice in steps.values())):
         for key, (middle, _) in zip(steps, combination, strict=True):
             dice.numbers[key] = middle
         yield float(np.prod([length for _, length in combination]))
@@ -108,19 +108,19 @@ class Case:
     def draft(self, row: Floats, position: int) -> DraftedToken:
         """What a drafter draws after these logits, as the verifier receives it."""
         top = best_of(row[None], self.width, None)
-        [found] = draft_tokens(
+        [draft] = draft_tokens(
             top, [position], drafter_sampling(self.sampling), RoundOptions(3, self.held_back)
         )
         sent = Verify(
             sequence=1,
             round=1,
             position=1,
-            nodes=[0, found.token],
-            distributions=[found.distribution],
+            nodes=[0, draft.token],
+            distributions=[draft.distribution],
         )
         decoder: Decoder[Verify] = Decoder(Verify)
         [distribution] = decoder.decode(encode(sent)).distributions
-        return DraftedToken(found.token, found.confidence, distribution)
+        return DraftedToken(draft.token, draft.confidence, distribution)
 
     def drawn_from(self, row: Floats) -> Doubles:
         """q, by other means than those under test."""
@@ -161,17 +161,17 @@ def rest_of(p: Doubles, q: Doubles) -> Doubles:
     return rest / rest.sum() if rest.sum() > 0 else p
 
 
-def assert_same(expected: dict[Any, float], found: dict[Any, float]) -> None:
-    assert sum(found.values()) == pytest.approx(1.0)
-    for key in {*expected, *found}:
-        assert found.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), abs=1e-7), key
+def assert_same(expected: dict[Any, float], actual: dict[Any, float]) -> None:
+    assert sum(actual.values()) == pytest.approx(1.0)
+    for key in {*expected, *actual}:
+        assert actual.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), abs=1e-7), key
 
 
 def summed(rolled: Iterable[tuple[float, Hashable]]) -> dict[Any, float]:
-    found: dict[Any, float] = defaultdict(float)
+    joint: dict[Any, float] = defaultdict(float)
     for share, result in rolled:
-        found[result] += share
-    return found
+        joint[result] += share
+    return joint
 
 
 def judged(
@@ -184,8 +184,8 @@ def judged(
 
 def committed(case: Case, target: Floats, row: Floats) -> list[int]:
     """What a round commits whose draft is drawn from these logits."""
-    found = case.draft(row, FIRST)
-    return judged(target, found.token, [found.distribution], case.sampling)
+    draft = case.draft(row, FIRST)
+    return judged(target, draft.token, [draft.distribution], case.sampling)
 
 
 def two_tokens(case: Case, target: Floats, row: Floats) -> tuple[int, int]:
@@ -300,9 +300,9 @@ def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:
     case = CASES["same distribution"]
     for (target, _), number in product(case.models, [0.01, 0.3, 0.7, 0.99]):
         dice.numbers = {(DRAFT, FIRST): number, (ACCEPT, FIRST): 0.999, (BONUS, FIRST + 1): 0.5}
-        found = case.draft(target[0], FIRST)
-        rows = target[[0, 1 + found.token]]
-        assert verify_draft(rows, [found.token], [found.distribution], FIRST, PLAIN)[0] == 1
+        draft = case.draft(target[0], FIRST)
+        rows = target[[0, 1 + draft.token]]
+        assert verify_draft(rows, [draft.token], [draft.distribution], FIRST, PLAIN)[0] == 1
 
 
 @cases
@@ -311,14 +311,14 @@ def test_the_law_that_is_sent_is_the_law_that_is_drawn_from(dice: Dice, case: Ca
     for _, draft in case.models:
         expected = case.drawn_from(draft[0])
         steps = {(DRAFT, FIRST): steps_of(expected[np.argsort(-draft[0])])}
-        found: dict[int, float] = defaultdict(float)
+        joint: dict[int, float] = defaultdict(float)
         for share in rolls(dice, steps):
             token, confidence, distribution = case.draft(draft[0], FIRST)
             sent = dict(zip(distribution.tokens, distribution.probabilities, strict=True))
             assert confidence == max(distribution.probabilities)
-            found[token] += share
-        assert_same(sent, found)
-        assert_same(dict(enumerate(expected)), found)
+            joint[token] += share
+        assert_same(sent, joint)
+        assert_same(dict(enumerate(expected)), joint)
 
 
 @pytest.mark.parametrize("weight", [0.6, 0.2, 0.0])

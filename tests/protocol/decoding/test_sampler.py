@@ -195,11 +195,11 @@ def test_tiny_temperatures_are_greedy(
 def test_seeds_and_positions_matter() -> None:
     """Another seed or another position is another draw, and the same ones the same draw."""
     flat = np.zeros((64, 1000), dtype=np.float32)
-    one, other = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
-    assert sample(flat, range(64), one) == sample(flat, range(64), one)
-    assert sample(flat, range(64), one) != sample(flat, range(64), other)
-    assert sample(flat, range(64), one)[1:] == sample(flat, range(1, 65), one)[:-1]
-    assert len(set(sample(flat, range(64), one))) > 50
+    first, other = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
+    assert sample(flat, range(64), first) == sample(flat, range(64), first)
+    assert sample(flat, range(64), first) != sample(flat, range(64), other)
+    assert sample(flat, range(64), first)[1:] == sample(flat, range(1, 65), first)[:-1]
+    assert len(set(sample(flat, range(64), first))) > 50
 
 
 @pytest.mark.parametrize("filters", [PLAIN, {"top_k": 4}, COMBINED], ids=str)

@@ -84,8 +84,8 @@ def test_the_api_passes_everything_on() -> None:
 def test_the_drafter_follows_the_target_unless_told_otherwise() -> None:
     """None is the target's own parameter; the rest is shared."""
     assert drafter_sampling(WARM) == WARM
-    own = drafter_sampling(changed(draft_temperature=1.5, draft_top_p=0.5))
-    assert (own.temperature, own.top_p, own.seed) == (1.5, 0.5, WARM.seed)
+    sampling = drafter_sampling(changed(draft_temperature=1.5, draft_top_p=0.5))
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (1.5, 0.5, WARM.seed)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=64), st.integers(0, 63))

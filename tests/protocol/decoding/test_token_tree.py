@@ -57,9 +57,9 @@ def test_a_chain_says_nothing_of_parents() -> None:
 
 @given(trees())
 def test_a_row_sees_its_path(tree: TokenTree) -> None:
-    seen = tree.visible()
+    mask = tree.visible()
     for row in range(len(tree)):
-        assert [r for r in range(len(tree)) if seen[row, r]] == tree.path(row)
+        assert [r for r in range(len(tree)) if mask[row, r]] == tree.path(row)
         assert tree.depths[row] == len(tree.path(row)) - 1
     assert read_tree(tree.tokens, tree.sent_parents) == tree
 

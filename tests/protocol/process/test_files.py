@@ -86,15 +86,15 @@ def test_a_link_at_the_destination_is_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """It is filled where only its owner may look, under a name that cannot be foreseen."""
-    path, seen = tmp_path / "out", set()
+    path, contents = tmp_path / "out", set()
     for content in ("old", "new"):
         with atomic_folder(path) as folder:
             folder.mkdir()
             (folder / "file").write_text(content)
             assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-            seen.add(folder.parent.name)
+            contents.add(folder.parent.name)
     assert (path / "file").read_text() == "new"
-    assert len(seen) == 2
+    assert len(contents) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -18,9 +18,9 @@ STATM = "100 10 5 1 0 50 0\n"
 
 def test_the_machine_is_the_limit_where_nothing_else_is(tmp_path: Path) -> None:
     """Without control groups and limits, what the system says is left."""
-    found = free_memory(folder_of(tmp_path, "0::/\n"), tmp_path / "groups")
-    assert found.limit == "the machine's memory"
-    assert 0 < found.bytes <= psutil.virtual_memory().total
+    free = free_memory(folder_of(tmp_path, "0::/\n"), tmp_path / "groups")
+    assert free.limit == "the machine's memory"
+    assert 0 < free.bytes <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize("unlimited", ["max", str((1 << 63) - 4096)])
@@ -45,8 +45,8 @@ def test_a_control_group_is_a_limit(
 ) -> None:
     """Its limit less what it uses; files that the kernel may drop are not used."""
     write_group(tmp_path / "groups" / folder, names, str(50 * MB), 30 * MB, droppable=5 * MB)
-    found = free_memory(folder_of(tmp_path, line), tmp_path / "groups")
-    assert found == FreeMemory(25 * MB, f"the control group's limit ({names[0]})")
+    free = free_memory(folder_of(tmp_path, line), tmp_path / "groups")
+    assert free == FreeMemory(25 * MB, f"the control group's limit ({names[0]})")
 
 
 def test_the_nearest_group_counts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_what_is_garbage_goes_and_what_is_kept_is_not_searched_again() -> None:
     try:
         freeze_heap()
         assert lost() is None
-        assert not any(one is kept for one in gc.get_objects())
+        assert not any(tracked is kept for tracked in gc.get_objects())
         later = weakref.ref(Node())
         gc.collect()
         assert later() is None

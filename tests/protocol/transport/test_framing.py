@@ -22,12 +22,12 @@ values = st.recursive(
 
 def frames(chunks: list[bytes], limit: int = 1 << 20) -> list[bytes]:
     """All that can be cut while the chunks arrive."""
-    cutter, found = FrameReader(limit), list[bytes]()
+    cutter, frames = FrameReader(limit), list[bytes]()
     for chunk in chunks:
         cutter.feed(chunk)
         while (frame := cutter.cut()) is not None:
-            found.append(frame)
-    return found
+            frames.append(frame)
+    return frames
 
 
 @given(st.lists(values, max_size=8), st.lists(st.integers(0, 400), max_size=8))
@@ -43,15 +43,15 @@ def test_a_stream_may_be_cut_anywhere(messages: list[object], cuts: list[int]) -
 @given(st.binary(max_size=400))
 def test_any_bytes_are_frames_or_an_error(data: bytes) -> None:
     """Whatever arrives, it is cut without loss, waited for, or refused with a ProtocolError."""
-    cutter, found = FrameReader(), b""
+    cutter, received = FrameReader(), b""
     cutter.feed(data)
     try:
         while (frame := cutter.cut()) is not None:
-            found += frame
+            received += frame
     except ProtocolError:
         return
-    assert data.startswith(found)
-    assert cutter.inside is (found != data)
+    assert data.startswith(received)
+    assert cutter.inside is (received != data)
 
 
 def test_one_byte_at_a_time() -> None:
