@@ -60,8 +60,8 @@ def test_their_values_act_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.is_raw, details, choice.seed) == (True, False, None)
     template = options.template
     assert (template.answer_start, template.template_options) == ("So", {"a": 1})
-    assert choice.given["top_p"] < 1e-3
-    assert choice.given["min_p"] > 0.999
+    assert choice.explicit["top_p"] < 1e-3
+    assert choice.explicit["min_p"] > 0.999
     assert choice.logits_options == {"repetition_penalty": 1.0}
     with pytest.raises(UsageError, match="not a JSON object"):
         answer_options({**_defaults(), "chat_template_config": "[1]"}, details=False)

@@ -134,4 +134,4 @@ def test_a_failed_request_is_an_error() -> None:
         error="no luck",
     )
     with pytest.raises(RuntimeFailure, match="no luck"):
-        RequestSession(REQUEST).take(finished)
+        RequestSession(REQUEST).handle(finished)
