@@ -979,7 +979,7 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     @property
     def is_prepared(self) -> bool:
         """True if no service has anything left to try, time or trace: speeds are comparable."""
-        return all(one.preparation.is_complete for one in self.services)
+        return all(service.preparation.is_complete for service in self.services)
 
     @property
     def drafter(self) -> ServiceStatus | None:

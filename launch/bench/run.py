@@ -78,8 +78,8 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
     with _open_stack(config.settings) as client, _open_others(config) as others:
         cold = {"ready_s": time.monotonic() - began}
         cold["first_token_s"] = _first(client).ttft_ms / 1e3
-        for one in (client, *others.values()):
-            await_prepared(one)
+        for stack_client in (client, *others.values()):
+            await_prepared(stack_client)
         cold["prepared_s"] = time.monotonic() - began
         status = client.status()
         profiled = None

@@ -19,6 +19,6 @@ def await_prepared(client: Client) -> None:
     deadline = Deadline(_LONGEST_S)
     while not (status := client.status()).is_prepared:
         if deadline.passed:
-            stages = {one.role: one.preparation.stage for one in status.services}
+            stages = {service.role: service.preparation.stage for service in status.services}
             raise DeadlineExceeded(f"not prepared within {_LONGEST_S:g} s: {stages}")
         time.sleep(_LOOK_S)

@@ -198,10 +198,10 @@ def _sentences(snapshot: StackSnapshot) -> list[str]:
     if status is None:
         return snapshot.problems
     preparing = [
-        f"the {one.role} prepares {one.preparation.stage} between requests: "
-        f"{one.preparation.done} of {one.preparation.total} stages done"
-        for one in status.services
-        if not one.preparation.is_complete
+        f"the {service.role} prepares {service.preparation.stage} between requests: "
+        f"{service.preparation.done} of {service.preparation.total} stages done"
+        for service in status.services
+        if not service.preparation.is_complete
     ]
     refused = [f"the last {role} was refused: {why}" for role, why in status.refused.items()]
     return [
