@@ -66,11 +66,12 @@ class RunningStack:
         self.lines = lines
 
     def pid(self, role: str) -> int:
-        """The process that has this role, as soon as there is one."""
+        """The process that has this role, as soon as there is one that lives."""
         found: list[int] = []
 
         def here() -> bool:
-            found.extend(s.pid for s in self.client.status().services if s.role == role)
+            pids = [s.pid for s in self.client.status().services if s.role == role]
+            found.extend(pid for pid in pids if not gone([pid]))
             return bool(found)
 
         eventually(here, f"a {role}")

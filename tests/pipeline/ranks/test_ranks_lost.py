@@ -111,19 +111,15 @@ def test_nothing_is_left_at_the_end(pair: StackSettings, run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("run_dir")
-@pytest.mark.parametrize(("family", "ranks", "split"), [("qwen2", 2, "1,2"), ("llama", 3, "")])
-def test_each_rank_of_other_shardings_may_die(
-    family: str, ranks: int, split: str, tmp_path: Path
-) -> None:
-    """Three ranks, and a pipeline: one after the other, each in the middle of an answer."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if ranks == 3 else None
-    target = write_tiny_model(tmp_path / "target", family, seed=1, config=heads)
+def test_each_rank_of_a_pipeline_may_die(tmp_path: Path) -> None:
+    """One after the other, each in the middle of an answer."""
+    target = write_tiny_model(tmp_path / "target", "qwen2", seed=1)
     settings = StackSettings(
-        model=str(target), draft_backend="ngram", target_ranks=ranks, split=split, restarts=50
+        model=str(target), draft_backend="ngram", target_ranks=2, split="1,2", restarts=50
     )
     with running(settings) as stack:
         plain = ask(stack, "T0", "ar").tokens
-        for rank in range(ranks):
+        for rank in range(2):
             old = pids_of(stack)
             todo = [old[rank]]
 

@@ -1,7 +1,7 @@
 """Models whose layers hold windows, recurrent states and the like: drafts change no token."""
 
 from functools import cache
-from itertools import count
+from itertools import count, cycle
 
 import mlx.core as mx
 import pytest
@@ -108,8 +108,14 @@ def test_each_family_goes_back_in_the_fastest_way(families: dict[str, object], w
     assert {verifier_of(family)._states.way for family in families} == {way}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", LAYERED)
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    list(zip(LAYERED, cycle(SAMPLINGS), strict=False)),
+    ids=[
+        f"{family}-{law}"
+        for family, law in zip(LAYERED, cycle(("greedy", "sampled")), strict=False)
+    ],
+)
 def test_drafts_change_no_token(family: str, sampling: Sampling) -> None:
     """Right and wrong drafts, until a window has been passed five times over."""
     answer = Answer(verifier_of(family), list(PROMPT), sampling)
