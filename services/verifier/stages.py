@@ -38,7 +38,7 @@ class VerifierStages:
         """
         if is_whole and compute_unit() == "metal":
             yield Stage("kernels", self._try_metal_kernels)
-        for name, improvement in list_improvements() if is_whole else ():
+        for name, improvement in list_improvements(self._verifier.target) if is_whole else ():
             yield Stage(name, partial(self._improve, improvement))
         if prelaunches:
             yield Stage("prelaunched passes", self._try_prelaunching)

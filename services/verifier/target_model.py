@@ -92,7 +92,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         may_share_passes: True to test if several sequences can share a pass.
     """
     target = prepare_plain(module, is_part=is_part)
-    for name, improve in list_improvements():
+    for name, improve in list_improvements(target):
         is_wanted = may_share_passes if name == SHARED else not (is_part and name in _WHOLE)
         target = run_all(improve(target)) if is_wanted else target
     return target
@@ -108,12 +108,14 @@ def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
         use_tables(module)
     if bucketed:
         fuse_linears(module)
+    # Its passes have the same bits for a row in any company, by construction.
+    by_kernel = kernel_of(module) is not None
     states = (
         _find_slots(module, bucketed=bucketed)
         if is_part
-        else find_rewinding(module, bucketed=bucketed, whole=kernel_of(module) is not None)
+        else find_rewinding(module, bucketed=bucketed, whole=by_kernel)
     )
-    # Its attention by our kernels from the first pass on, so that later ones have the same bits.
+    # Attention by our kernels from the first pass on, so that later ones have the same bits.
     with contextlib.suppress(ModelError):
         enable_packing(module)
     return TargetModel(
@@ -123,6 +125,8 @@ def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
         bucketed=bucketed,
         # On a CPU the pass and this process would compete for cores.
         pipelines=not on_cpu,
+        shares_passes=by_kernel,
+        takes_trees=by_kernel,
     )
 
 
@@ -131,14 +135,16 @@ _WHOLE = ("trees", "a table", "traces")
 """What a rank's part does without."""
 
 
-def list_improvements() -> Iterator[tuple[str, Improvement]]:
-    """Yield what can be tested on this device by name, in order."""
+def list_improvements(target: TargetModel) -> Iterator[tuple[str, Improvement]]:
+    """Yield what can be tested of this target on this device by name, in order."""
     if compute_unit() == "cuda":
         yield "kernels", _try_kernels
-    yield SHARED, _try_sharing
+    if not target.shares_passes:
+        yield SHARED, _try_sharing
     if compute_unit() == "cuda":
         yield "a table", _try_table
-    yield "trees", _try_trees
+    if not target.takes_trees:
+        yield "trees", _try_trees
     if compute_unit() != "cpu":
         yield "traces", _try_traces
 

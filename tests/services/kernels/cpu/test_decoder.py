@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.packing import pack_pass, supports_packing
+from services.batching.packing import pack_pass, supports_packing, supports_trees
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program
@@ -16,6 +16,7 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.runtime.preparation import run_all
+from services.verifier.target_model import list_improvements, prepare_plain
 from tests.support.reference import for_the_cpu, reference, tiny_folder
 
 pytestmark = [
@@ -95,6 +96,15 @@ def test_sequences_that_share_a_pass_change_no_bit(family: str) -> None:
         logits(module, begun(module, PROMPT[:7]), ROWS[3:6]),
     ]
     assert np.array_equal(rows, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_holds_by_construction_is_not_tried(family: str) -> None:
+    """A target shares passes and takes trees at once; trials would find the same."""
+    target = prepare_plain(model(family))
+    assert not list(list_improvements(target))
+    for trial in (supports_packing, supports_trees):
+        assert run_all(trial(target.verify, target.states.make))
 
 
 @pytest.mark.parametrize("family", ["quantized", "gemma2", "gemma3"])
