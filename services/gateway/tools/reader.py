@@ -18,7 +18,14 @@ from services.gateway.tools.syntax import CallSyntax
 
 _log = logging.getLogger(__name__)
 
-_FENCE, _PYTHON_TAG = "```", "<|python_tag|>"
+_FENCE = "```"
+_TAGS = {
+    "<|python_tag|>": "",  # Llama 3
+    # Qwen2.5-Coder
+    "<tools>": "</tools>",
+    "<response>": "</response>",
+}
+"""What may stand before a call besides a model's own marks, and after it."""
 _BETWEEN = " \t\r\n,;"
 """What may stand between two calls."""
 _AFTER_LINE = re.compile(r"\n[ \t]*\Z")
@@ -59,7 +66,7 @@ class ToolReader:
         self._bare = bare_calls
         self._starts = re.compile(
             rf"(?P<mark>{re.escape(self._form.start)})|(?P<fence>{_FENCE}[\w-]*[ \t]*\n?)"
-            rf"|(?P<tag>{re.escape(_PYTHON_TAG)})|(?P<line>\n[ \t]*(?=[\[{{]))"
+            rf"|(?P<tag>{'|'.join(map(re.escape, _TAGS))})|(?P<line>\n[ \t]*(?=[\[{{]))"
         )
         self._held = self._new = ""
         self._last = ""
@@ -106,7 +113,7 @@ class ToolReader:
             self._place = _Place()
             return self._release(match.end())
         self._held = self._held[match.end() :]
-        end = {"mark": self._form.end, "fence": _FENCE}.get(kind, "")
+        end = {"mark": self._form.end, "fence": _FENCE}.get(kind) or _TAGS.get(match[0], "")
         self._place = _Place(match[0], end, self._form.parse if marked else None, marked)
         return []
 
@@ -117,7 +124,7 @@ class ToolReader:
     def _count_open(self) -> int:
         """Return how many of the last characters may begin the place of a call."""
         line = _AFTER_LINE.search(self._held)
-        marks = (self._form.start, _FENCE, _PYTHON_TAG)
+        marks = (self._form.start, _FENCE, *_TAGS)
         return max(len(line[0]) if line else 0, *(overlap(self._held, mark) for mark in marks))
 
     def _release(self, length: int) -> list[Found] | None:

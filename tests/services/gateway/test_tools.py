@@ -101,6 +101,12 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         "",
         [("find", {"what": "a\nb"})],
     ),
+    "other tags": (
+        f"So:\n<tools>\n{CODED}\n</tools>\n<response>\n{CODED}\n</response>",
+        "So:\n\n",
+        [("find", FOUND)] * 2,
+    ),
+    "other tags, no call": ("<tools>\n\n</tools>", "<tools>\n\n</tools>", []),
     "on a line": (f"I look:\n\n{CODED}\nDone", "I look:\n\n\nDone", [("find", FOUND)]),
     "on lines": (f"{CODED}\n{CODED}", "", [("find", FOUND)] * 2),
     "in a document": (IN_DOCUMENT, IN_DOCUMENT, []),
