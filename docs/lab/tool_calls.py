@@ -58,7 +58,7 @@ def judge(prompt: dict[str, Any], answer: Any, tools: dict[str, Any]) -> dict[st
         "finish_reason": choice.finish_reason,
         "content": choice.message.content,
         "calls": [[call.name, call.arguments] for call in calls],
-        "timings": getattr(answer, "timings", None),
+        "statistics": answer.model_extra,
     }
 
 
