@@ -51,6 +51,8 @@ _QUIET_S = 0.2
 """How long nothing must have been asked before preparation goes on: a client's next request often
 follows its last one at once.
 """
+_LONG_S = 6.0
+"""Duration that is announced for a step of preparation: the first of a kind compiles kernels."""
 
 
 class Identity(msgspec.Struct, kw_only=True):
@@ -129,6 +131,7 @@ class _Preparing:
         return True
 
     def _run(self) -> None:
+        self._inbox.heartbeat.beat(expected_s=_LONG_S)
         if self._preparer.step():
             self._channel.send(
                 Prepared(

@@ -61,7 +61,8 @@ class VerifierStages:
 
     def _try_prelaunching(self) -> Steps[None]:
         verifier = self._verifier
-        verifier.prelauncher = yield from open_prelauncher(verifier.target, verifier.features.send)
+        steps = open_prelauncher(verifier.target, verifier.features.send)
+        verifier.prelauncher = yield from verifier.features.ignore(steps)
 
     def _time_passes(self) -> Steps[None]:
         # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.

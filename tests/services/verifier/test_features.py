@@ -33,8 +33,9 @@ from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
-from services.runtime.preparation import run_all
+from services.runtime.preparation import Steps, run_all
 from services.verifier.feature_log import FeatureLog
+from services.verifier.feature_source import FeatureSource
 from services.verifier.prelaunch import Prelauncher
 from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
@@ -386,3 +387,20 @@ def test_a_log_keeps_the_last_rows() -> None:
     assert (fork.first, fork.end) == (9, 10)
     fork.trim(3)
     assert (fork.first, fork.end, fork.blocks(9)) == (3, 3, [])
+
+
+def test_passes_that_only_prepare_are_read_for_nobody() -> None:
+    """The features of a replay among them are not those of the next pass."""
+    model = load(tiny_folder("llama")).module
+    source = FeatureSource(model)
+    source.configure(FeatureRequest([0]))
+
+    def replay() -> Steps[None]:
+        source.put(mx.zeros((1, 1)))
+        yield
+
+    run_all(source.ignore(replay()))
+    model(mx.array([[5, 6, 7]]))
+    rows = source.take()
+    assert rows is not None
+    assert rows.shape[0] == 3
