@@ -550,16 +550,6 @@ ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greet
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network the peer may be busy
 ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
-FromVerifier = (
-    Hello
-    | Prepared
-    | Prefilled
-    | PrefillProgress
-    | VerificationOutcome
-    | Features
-    | Failed
-    | Heartbeat
-)
 ToService = (
     OpenSequence
     | Prepare
@@ -789,8 +779,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rewinding: str = ""
     """Rollback method (`Hello`)."""
     by_origin: dict[Origin, RoundStats] = {}
-    hits_by_rank: list[int] = []
-    """Rounds whose outcome was the i-th best candidate prepared for its length."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 

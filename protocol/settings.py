@@ -37,7 +37,6 @@ Prefill = Literal["mlx", "coreml", "coreml-always"]
 
 MetalKernels = Literal["auto", "on", "off"]
 """Kernels for few rows on Apple's GPUs: where faster, wherever correct, or never."""
-METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
 
 CpuActivations = Literal["int8", "float"]
 """Activations that multiply a quantised target's weights on a CPU. int8: rounded in groups of 32
@@ -287,7 +286,6 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
 Objective = Literal["ce", "tv", "coupled", "rank"]
 OBJECTIVES: tuple[Objective, ...] = ("ce", "tv", "coupled", "rank")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-PRECISIONS: tuple[Precision, ...] = ("auto", "float32", "bfloat16", "float16")
 ReadingWay = Literal["states", "input"]
 """Way in which a drafter reads the target (`services.mlx.target_reader`)."""
 READING_WAYS: tuple[ReadingWay, ...] = ("states", "input")

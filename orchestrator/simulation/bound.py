@@ -17,11 +17,6 @@ class Rounds:
         self.tokens += tokens
         self.verify_ms += verify_ms
 
-    @property
-    def tokens_per_round(self) -> float:
-        """E, bonus token included; 0 if there were no rounds."""
-        return self.tokens / self.count if self.count else 0.0
-
 
 def upper_bound_tok_s(hit: Rounds, miss: Rounds, backup_ms: float) -> float:
     """[p E_hit + (1-p) E_miss] / [p T_v + (1-p) (T_v + T_b)], in tokens per second.

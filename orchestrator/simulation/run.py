@@ -50,10 +50,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float
     bound_tok_s: float
     """Theorem 7 with the hit rate, lengths and times of these rounds (`bound`)."""
-    tokens_per_hit: float
-    """E_hit: mean tokens of a round whose draft was ready; 0 if there was none."""
-    tokens_per_miss: float
-    """E_miss: mean tokens of any other round."""
     statistics: Statistics
 
     @property
@@ -128,8 +124,6 @@ class _Answer:
             strategy=self._strategy,
             tok_s=statistics.tok_s,
             bound_tok_s=upper_bound_tok_s(books.hit, books.other, sum(waits)),
-            tokens_per_hit=books.hit.tokens_per_round,
-            tokens_per_miss=books.other.tokens_per_round,
             statistics=statistics,
         )
 

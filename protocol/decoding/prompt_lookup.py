@@ -31,27 +31,19 @@ class Continuations(NamedTuple):
     confidences: list[float]
 
 
-def find_continuation(
-    tokens: Tokens, count: int, possible: Callable[[Tokens], int] = len
-) -> tuple[Tokens, float]:
-    """Return the continuation of the best match, and its confidence, which grows with the match.
-
-    Args:
-        tokens: prompt and answer so far.
-        count: number of tokens to draft.
-        possible: returns how many of a continuation's tokens are allowed; it is cut there, and
-            a match without any is skipped.
-    """
-    best = next(_continuations(tokens, count, possible), None)
-    return best if best is not None else ([], 0.0)
-
-
 def find_continuations(
     tokens: Tokens, count: int, most: int, possible: Callable[[Tokens], int] = len
 ) -> Continuations:
     """Return the continuations of the best matches, with a branch wherever two differ.
 
-    There are `most` branches at most; the first is that of `find_continuation`. Arguments as there.
+    Args:
+        tokens: prompt and answer so far.
+        count: number of tokens of a continuation.
+        most: most branches; the first is the best match's.
+        possible: returns how many of a continuation's tokens are allowed; it is cut there, and
+            a match without any is skipped.
+
+    A confidence grows with the length of the match.
     """
     tree = Continuations([], [], [])
     rows: dict[tuple[int, int], int] = {}
@@ -97,15 +89,6 @@ def _continuations(
         kept = possible(continuation)
         if kept or not continuation:
             yield continuation[:kept], CONFIDENCE[length]
-
-
-def find_successors(tokens: Tokens) -> Iterator[int]:
-    """Yield the distinct successors of earlier occurrences of the ending, best first."""
-    successors: set[int] = set()
-    for end, _ in _matches(tokens):
-        if tokens[end] not in successors:
-            successors.add(tokens[end])
-            yield tokens[end]
 
 
 def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:

@@ -163,19 +163,3 @@ def score_candidates(
         for row in range(ids.shape[0]):
             scores[row, filter_tokens(logits[row], sampling).size :] -= _DROPPED
     return scores
-
-
-def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
-    """Return a drafter's candidates, best first, under the target's noise.
-
-    Arguments as for `score_candidates`.
-
-    Returns:
-        [rows, n] the ids reordered by score; filtered tokens come last.
-    """
-    if is_greedy(sampling):
-        return ids
-    scores = score_candidates(ids, logits, positions, sampling)
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    result: Ids = np.take_along_axis(ids, order, axis=-1)
-    return result

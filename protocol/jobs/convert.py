@@ -15,7 +15,6 @@ Route = Literal["tree", "decode", "prefill"]
 several tokens. prefill: the prompt in chunks, the answer one by one. decode: all one by one.
 """
 ROUTES: tuple[Route, ...] = get_args(Route)
-STATE_WRITES: tuple[StateWrite, ...] = get_args(StateWrite)
 
 
 class ConvertSettings(ChildSettings, frozen=True, kw_only=True):

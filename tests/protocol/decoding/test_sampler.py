@@ -1,6 +1,8 @@
 """The distribution of the chosen token: exactly that of the filtered, tempered logits."""
 
+from collections.abc import Sequence
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +14,8 @@ from protocol.decoding.gumbel import gumbel
 from protocol.decoding.sampler import (
     filter_tokens,
     has_filter,
-    rank_candidates,
     sample,
+    score_candidates,
     score_margin,
 )
 from protocol.messages import Sampling
@@ -238,6 +240,15 @@ def test_filters_keep_at_least_the_best(filters: dict[str, float], expected: lis
 def test_filters_are_recognised(sampling: Sampling, expected: bool) -> None:  # noqa: FBT001
     """A filter is in force once its parameter leaves the default."""
     assert expected is has_filter(sampling)
+
+
+def rank_candidates(
+    ids: npt.NDArray[Any], logits: Floats, positions: Sequence[int], sampling: Sampling
+) -> npt.NDArray[Any]:
+    """Sort a drafter's candidates by their scores, best first."""
+    scores = score_candidates(ids, logits, positions, sampling)
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    return np.take_along_axis(ids, order, axis=-1)
 
 
 @examples(60)

@@ -14,12 +14,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.prompt_lookup import (
-    Continuations,
-    find_continuation,
-    find_continuations,
-    find_successors,
-)
+from protocol.decoding.prompt_lookup import Continuations, find_continuations
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
@@ -32,6 +27,7 @@ from services.drafter.backends.base import (
     TreeLayer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
+from tests.support.lookups import find_continuation
 
 
 @dataclass
@@ -122,7 +118,7 @@ class LookupBackend:
             prefix = known.tokens + sure
             likely = (
                 t
-                for t in find_successors(prefix)
+                for t in find_continuations(prefix, 1, 99).tokens
                 if t not in tree.children[row] and known.count_allowed(sure, [t])
             )
             for bonus in islice(likely, max(0, wanted)):
