@@ -42,9 +42,11 @@ _DROPPED = 1e9
 """Subtracted from the logits of tokens that a drafter's filter drops."""
 
 _UNDECIDED, _BROKEN = -1, -2
-"""In place of a token: the host decides, or some logit of the row is NaN."""
+"""In place of a token: the host decides, or some logit of the row is NaN or infinite."""
 
-_NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernels are broken"
+_NOT_NUMBERS = (
+    "the target's logits are not numbers (NaN or infinite); its weights or kernels are broken"
+)
 
 
 class _Candidates(NamedTuple):
@@ -87,7 +89,8 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
         tokens = mx.full(logits.shape[0], _UNDECIDED, mx.int32)
     else:
         tokens = _draw(logits.astype(mx.float32), positions, sampling)
-    return mx.where(mx.isnan(logits).any(axis=-1), _BROKEN, tokens)
+    broken = mx.isnan(logits) | mx.isposinf(logits)
+    return mx.where(broken.any(axis=-1), _BROKEN, tokens)
 
 
 def _rules_of(rows: int, positions: Sequence[int], sampling: Sampling) -> mx.array:

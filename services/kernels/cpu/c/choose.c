@@ -181,7 +181,7 @@ static int draw_filtered(int count, const float *row, const struct rule *rule,
 }
 
 /* Tokens [rows] of logits [rows, count], `stride` floats apart, by the noise of keys [rows, 2];
- * negative: UNDECIDED, or BROKEN where a logit is NaN. Temperature 0 is greedy. */
+ * negative: UNDECIDED, or BROKEN where a logit is NaN or infinite. Temperature 0 is greedy. */
 void choose_rows(int rows, int count, const float *logits, long stride, const struct rule *rule,
                  const uint32_t *keys, int *tokens)
 {
@@ -190,7 +190,7 @@ void choose_rows(int rows, int count, const float *logits, long stride, const st
         const float *row = logits + r * stride;
         float largest;
         int likeliest = largest_of_row(count, row, &largest);
-        if (isnan(largest))
+        if (isnan(largest) || largest == INFINITY)
             tokens[r] = BROKEN;
         else if (rule->temperature == 0.0f)
             tokens[r] = likeliest;

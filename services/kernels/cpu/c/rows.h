@@ -66,12 +66,12 @@ static void gate_row(int gelu, int count, float *x, const float *up)
             x[i] = x[i] / (1.0f + exponential(-x[i])) * up[i];
 }
 
-/* cap * tanh(x / cap), in place of x. */
+/* cap * tanh(x / cap), in place of x; NaN of infinity, which must not be hidden. */
 static void cap_row(float cap, int count, float *x)
 {
     float steep = 2.0f / cap;
     for (int i = 0; i < count; i++)
-        x[i] = cap - 2.0f * cap / (exponential(x[i] * steep) + 1.0f);
+        x[i] = cap - 2.0f * cap / (exponential(x[i] * steep) + 1.0f) + (x[i] - x[i]);
 }
 
 /* One head, by the angles of its position. */

@@ -1,6 +1,7 @@
 """Whole passes from packed weights: mlx-lm's logits, and the same bits in any company."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from protocol.decoding.token_tree import read_tree
+from protocol.errors import NotNumbers
+from protocol.messages import Sampling
 from services.batching.packing import pack_pass, supports_packing, supports_trees
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
@@ -16,8 +19,10 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.runtime.preparation import run_all
+from services.sampling.device import choose
 from services.verifier.target_model import list_improvements, prepare_plain
 from tests.support.reference import for_the_cpu, reference, tiny_folder
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [
     for_the_cpu,
@@ -148,6 +153,29 @@ def test_other_families_stay_with_mlx(family: str) -> None:
     module = load(tiny_folder(family), as_stored=True).module
     assert not equip(module)
     assert kernel_of(module) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_end_with_a_sentence(bad: float, tmp_path: Path) -> None:
+    """In a scale, in norms, in front of capped logits, greedily and with noise."""
+    for family, name in (
+        ("quantized", "model.layers.1.mlp.down_proj.scales"),
+        ("llama", "model.norm.weight"),
+        ("gemma2", "model.norm.weight"),
+    ):
+        folder = write_tiny_model(tmp_path / f"{family}-{bad}", family)
+        weights: Any = mx.load(str(folder / "model.safetensors"))
+        broken = np.array(weights[name])
+        broken.reshape(-1)[3] = bad
+        weights[name] = mx.array(broken)
+        mx.eval(weights)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        module = load(folder, as_stored=True).module
+        assert equip(module)
+        rows = mx.array(logits(module, begun(module), ROWS[:2]))
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
+            with pytest.raises(NotNumbers, match="NaN or infinite"):
+                choose(rows, [30, 31], sampling)
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

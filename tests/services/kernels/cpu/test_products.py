@@ -17,6 +17,8 @@ Floats = npt.NDArray[np.float32]
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no C compiler here")
 
 BITS, GROUPS = (0, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+SHARED = 5
+"""As in `c/layout.h`."""
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
 RANDOM = np.random.default_rng(1)
 
@@ -58,7 +60,25 @@ def random_cases() -> list[tuple[PackedMatrix, Floats, Floats, int]]:
         x = RANDOM.standard_normal((int(RANDOM.integers(1, 20)), inputs)).astype(np.float32)
         x[0, :32] = 0
         found.append((pack(given), dense, x, bits))
+    for bits in (4, 5):
+        given, dense = like_k_quants(int(RANDOM.integers(1, 40)), 512, bits)
+        x = RANDOM.standard_normal((int(RANDOM.integers(1, 20)), 512)).astype(np.float32)
+        packed = pack(given)
+        assert packed.matrix.scales == SHARED
+        found.append((packed, dense, x, bits))
     return found
+
+
+def like_k_quants(outputs: int, inputs: int, bits: int) -> tuple[MlxWeights, Floats]:
+    """Weights whose scales are products of six bits and a half, tiny ones among them."""
+    given, _ = weights(outputs, inputs, bits, 32, mx.float32)
+    shape = (outputs, inputs // 256, 8)
+    halves = (RANDOM.standard_normal((2, *shape[:2], 1)) * 1e-4).astype(np.float16)
+    steps = RANDOM.integers(0, 64, (2, *shape)).astype(np.float32)
+    factors = (halves.astype(np.float32) * steps).reshape(2, outputs, -1)
+    scales, biases = mx.array(factors[0]), mx.array(factors[1])
+    dense = mx.dequantize(given.weight, scales, biases, group_size=32, bits=bits)
+    return given._replace(scales=scales, biases=biases), np.array(dense)
 
 
 def test_products_are_those_of_the_weights_in_the_file() -> None:
