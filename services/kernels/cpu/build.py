@@ -36,11 +36,12 @@ def sources() -> list[Path]:
     return sorted(_HOME.rglob("*.[ch]"))
 
 
-def compile_library(library: Path) -> None:
+def compile_library(library: Path, flags: Sequence[str] = ()) -> None:
     """Compile beside the library's place and move it there, as another process may do the same.
 
     Args:
         library: the file to make.
+        flags: of the compiler, after the usual ones.
 
     Raises:
         OSError, SubprocessError: there is no compiler, or it fails.
@@ -54,7 +55,7 @@ def compile_library(library: Path) -> None:
         folder = Path(name)
         commands = [
             [
-                *(*base, *_EXACT, *own, f'-DSSD_ISA="isa/{header}.h"'),
+                *(*base, *_EXACT, *own, *flags, f'-DSSD_ISA="isa/{header}.h"'),
                 *("-c", str(_HOME / "kernels.c"), "-o", str(folder / f"{isa}.o")),
             ]
             for isa, (header, own) in _SETS.get(
@@ -64,7 +65,7 @@ def compile_library(library: Path) -> None:
         _run_all(commands)
         objects = [str(path) for path in sorted(folder.glob("*.o"))]
         built = folder / library.name
-        link = [*base, "-O3", "-shared", "-Wl,-Bsymbolic", *map(str, common), *objects]
+        link = [*base, "-O3", "-shared", "-Wl,-Bsymbolic", *flags, *map(str, common), *objects]
         _run_all([[*link, "-o", str(built), "-lm"]])
         built.replace(library)
 
