@@ -30,10 +30,11 @@ print("done")
 
 def find_runtimes() -> list[str]:
     """The compiler's sanitizer libraries, which must be loaded before Python."""
-    if sys.platform != "linux" or shutil.which("cc") is None:
+    compiler = shutil.which("cc")
+    if sys.platform != "linux" or compiler is None:
         return []
     paths = [
-        subprocess.check_output(["cc", f"-print-file-name=lib{name}.so"], text=True).strip()
+        subprocess.check_output([compiler, f"-print-file-name=lib{name}.so"], text=True).strip()
         for name in ("asan", "ubsan")
     ]
     return paths if all(Path(path).is_absolute() for path in paths) else []
