@@ -201,7 +201,7 @@ class LLM(Closeable):
         chosen = params or SamplingParams()
         if not chosen.num_draft_tokens and self._num_draft_tokens:
             chosen = msgspec.structs.replace(chosen, num_draft_tokens=self._num_draft_tokens)
-        return [chosen.request(next(self._numbers), prompt) for prompt in _several(prompts)]
+        return [chosen.request(next(self._numbers), prompt) for prompt in _list_prompts(prompts)]
 
     def close(self) -> None:
         """Stop all processes; safe to call twice."""
@@ -249,7 +249,7 @@ class _PartialAnswer:
         )
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
     """Return the prompts as a list; a text, or a list of messages, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]

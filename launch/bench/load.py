@@ -91,7 +91,7 @@ def _ask(client: Client, number: int, request: Generate) -> LoadAnswer:
                 ttft = (first or time.perf_counter()) - sent_at
                 cached, statistics = message.cached_tokens, message.statistics
                 return LoadAnswer(number, tokens, len(tokens), ttft, cached, statistics)
-    raise RuntimeFailure("an answer ended without its end")
+    raise RuntimeFailure("an answer's stream ended without its last message")
 
 
 def load_stack(address: str, requests: Sequence[Generate], streams: int) -> Load:

@@ -75,9 +75,9 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
     survey = ask_hardware() if config.runs else None
     verify_ms, draft_ms, overlap = _measure_alone(config, text, progress(2))
     began = time.monotonic()
-    with _open_stack(config.settings) as client, _open_others(config) as others:
+    with _open_stack(config.settings) as client, _open_drafter_stacks(config) as others:
         cold = {"ready_s": time.monotonic() - began}
-        cold["first_token_s"] = _first(client).ttft_ms / 1e3
+        cold["first_token_s"] = _warm_up(client).ttft_ms / 1e3
         for stack_client in (client, *others.values()):
             await_prepared(stack_client)
         cold["prepared_s"] = time.monotonic() - began
@@ -91,8 +91,8 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         reading = None
         if survey is not None and survey.read_bytes_s:
-            read = next((s.weight_bytes for s in status.services if s.weight_bytes), 0)
-            weight_bytes = read or read_weight_bytes(config.pair.model, survey.device)
+            reported = next((s.weight_bytes for s in status.services if s.weight_bytes), 0)
+            weight_bytes = reported or read_weight_bytes(config.pair.model, survey.device)
             reading = WeightReading(weight_bytes=weight_bytes, read_bytes_s=survey.read_bytes_s)
         measured = Measured(cold, profiled, overlap, reading)
         return _result(bench, _config(config), hardware, measured)
@@ -116,8 +116,8 @@ def _measure_alone(
         return verify_ms, draft_ms, overlap
 
 
-def _first(client: Client) -> Statistics:
-    """Return the first answer of a stack, which also warms it up."""
+def _warm_up(client: Client) -> Statistics:
+    """Return the statistics of a stack's first answer."""
     messages = [ChatMessage("user", _FIRST)]
     request = Generate(request=client.number(), messages=messages, max_tokens=2, mode="ar")
     return next(m.statistics for m in client.generate(request) if isinstance(m, Finished))
@@ -133,7 +133,7 @@ def _open_stack(settings: StackSettings) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
+def _open_drafter_stacks(config: BenchConfig) -> Iterator[dict[str, Client]]:
     """Start and warm up a stack for each drafter that a mode names."""
     names = dict.fromkeys(variant.drafter for variant in config.variants if variant.drafter)
     with contextlib.ExitStack() as opened:
@@ -141,7 +141,7 @@ def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
         for name in names if config.runs else ():
             settings = msgspec.structs.replace(config.settings, draft_model=name)
             clients[name] = opened.enter_context(_open_stack(settings))
-            _first(clients[name])
+            _warm_up(clients[name])
         yield clients
 
 

@@ -44,10 +44,10 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
     ):
         await_prepared(client)
         status.stop()
-        Demo(client, max_tokens, statistics=stats).run(_one_of_each_kind())
+        Demo(client, max_tokens, statistics=stats).run(_pick_prompts())
 
 
-def _one_of_each_kind() -> list[Prompt]:
+def _pick_prompts() -> list[Prompt]:
     """Return the first of our prompts in each category."""
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(own_prompts()):

@@ -1,4 +1,4 @@
-"""What a verifier tries, times and traces between requests, in order."""
+"""Stages of a verifier's preparation between requests: self-tests, timed passes and traces."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +21,7 @@ class VerifierStages:
 
     Args:
         verifier: to be prepared.
-        identity: of the service; it gets what is found.
+        identity: of the service, updated by the stages.
         kernels: use of the kernels for Metal.
     """
 

@@ -83,10 +83,10 @@ class MlxBackend:
         weights: DraftWeights = "float",
     ) -> None:
         """Load the model in `folder`, unless given as `loaded`, with its head already trimmed."""
-        given, loaded = loaded is not None, loaded or load(folder, as_stored=True)
+        is_given, loaded = loaded is not None, loaded or load(folder, as_stored=True)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
-        self._head_ids = None if given else trim_head(self._model, folder)
+        self._head_ids = None if is_given else trim_head(self._model, folder)
         self._bucketed = compute_unit() == "cuda"
         self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size, short=True)
@@ -131,7 +131,7 @@ class MlxBackend:
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
-        running = [CachedPrefix(known.tokens, known.store) for known in self._sequences.values()]
+        running = [CachedPrefix(trunk.tokens, trunk.store) for trunk in self._sequences.values()]
         store = self._prompts.fork(tokens, running)
         if not isinstance(store, KVStore | BranchingState):
             store = self._new_store()
@@ -157,10 +157,10 @@ class MlxBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Record the committed tokens, keeping those in the trunk or the tree."""
-        known = self._sequences[sequence]
-        check_rewind(known.committed, base)
-        list(self._feed(known, base, tokens, 0, known.width(1)))
-        known.committed = base + len(tokens)
+        trunk = self._sequences[sequence]
+        check_rewind(trunk.committed, base)
+        list(self._feed(trunk, base, tokens, 0, trunk.width(1)))
+        trunk.committed = base + len(tokens)
 
     def prepare(
         self,
@@ -182,186 +182,186 @@ class MlxBackend:
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Fork every row of the tree, then grow all branches depth by depth."""
-        known = self._sequences[sequence]
+        trunk = self._sequences[sequence]
         excluded = max(1, *map(len, tree.children))
-        width = known.width(max(fan_out, default=0) + excluded)
-        stem, base = tree.tokens[: tree.stem], known.committed
+        width = trunk.width(max(fan_out, default=0) + excluded)
+        stem, base = tree.tokens[: tree.stem], trunk.committed
         held = tree.stem
         if len(tree) > tree.stem and not self._feeds_by_depth:
             # Missing tokens of the stem are fed together with the rows, in one pass.
-            held = self._keep(known, known.tokens[:base] + stem, base, base, width) - base
-        yield from self._feed(known, base, stem[:held], rows=held, width=width)
-        known.cut(base + held)
-        known.tree = Tree(base, stem[:held])
-        tops = [known.tops[base + row] for row in range(held)]
+            held = self._keep(trunk, trunk.tokens[:base] + stem, base, base, width) - base
+        yield from self._feed(trunk, base, stem[:held], rows=held, width=width)
+        trunk.cut(base + held)
+        trunk.tree = Tree(base, stem[:held])
+        tops = [trunk.tops[base + row] for row in range(held)]
         layout = lay_out(tree, base, held=held, by_depth=self._feeds_by_depth)
-        found: dict[int, Top] = {}
+        tops_by_row: dict[int, Top] = {}
         for level in layout.levels:
-            top = self._feed_buds(known, [bud for _, bud in level], width)
-            found |= {row: top.only(at) for at, (row, _) in enumerate(level)}
-        tops += [found[row] for row in range(held, len(tree))]
-        roots = known.fork(tree, tops, fan_out, options.shift)
+            top = self._feed_buds(trunk, [bud for _, bud in level], width)
+            tops_by_row |= {row: top.only(at) for at, (row, _) in enumerate(level)}
+        tops += [tops_by_row[row] for row in range(held, len(tree))]
+        roots = trunk.fork(tree, tops, fan_out, options.shift)
         tips = begin_tips(roots, layout.places)
-        yield from self._grow(known, roots, tips, depth, options)
+        yield from self._grow(trunk, roots, tips, depth, options)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """Draft one continuation on the trunk, one token per forward."""
-        known = self._sequences[sequence]
-        if self.ahead is not None and count and self._goes_ahead(known):
-            wanted = [*known.tokens[: known.committed], pending]
-            keep = self._keep(known, wanted, known.committed, len(wanted), 1)
-            known.cut(min(keep, known.committed))
-            yield from self.ahead.draft(known, wanted[len(known.tokens) :], count, options)
+        trunk = self._sequences[sequence]
+        if self.ahead is not None and count and self._goes_ahead(trunk):
+            desired = [*trunk.tokens[: trunk.committed], pending]
+            keep = self._keep(trunk, desired, trunk.committed, len(desired), 1)
+            trunk.cut(min(keep, trunk.committed))
+            yield from self.ahead.draft(trunk, desired[len(trunk.tokens) :], count, options)
             return
-        width = known.width(1)
+        width = trunk.width(1)
         tail = [pending]
         for _ in range(count):
-            yield from self._feed(known, known.committed, tail, rows=1, width=width)
-            position = known.committed + len(tail)
-            known.cut(position)
-            [drafted] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
+            yield from self._feed(trunk, trunk.committed, tail, rows=1, width=width)
+            position = trunk.committed + len(tail)
+            trunk.cut(position)
+            [drafted] = draft_tokens(trunk.tops[position - 1], [position], trunk.sampling, options)
             yield drafted
             tail = [*tail, drafted.token]
 
     def close(self, sequence: int) -> None:
         """Free the KV, except what another sequence may fork."""
-        known = self._sequences.pop(sequence, None)
-        if known is not None and sequence != TRIAL_SEQUENCE:
-            self._prompts.keep(CachedPrefix(known.tokens, known.store))
+        trunk = self._sequences.pop(sequence, None)
+        if trunk is not None and sequence != TRIAL_SEQUENCE:
+            self._prompts.keep(CachedPrefix(trunk.tokens, trunk.store))
 
     def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
         """Draft a tree of one branch after the committed tokens."""
-        known = self._sequences[sequence]
-        yield from self._feed(known, known.committed, [], rows=0)
-        known.cut(known.committed)
-        known.tree = Tree(known.committed, [])
-        tip = Tip(pending, -1, known.committed - 1, 0)
-        yield from self._grow(known, [Outcome(0, pending)], [tip], count, options)
+        trunk = self._sequences[sequence]
+        yield from self._feed(trunk, trunk.committed, [], rows=0)
+        trunk.cut(trunk.committed)
+        trunk.tree = Tree(trunk.committed, [])
+        tip = Tip(pending, -1, trunk.committed - 1, 0)
+        yield from self._grow(trunk, [Outcome(0, pending)], [tip], count, options)
 
     def _feed(
-        self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
+        self, trunk: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
         """Make the trunk start with `tokens[:base] + tokens`, computing only missing tokens.
 
-        Afterwards `known.tops` has at least `width` candidates after each of the last `rows`
+        Afterwards `trunk.tops` has at least `width` candidates after each of the last `rows`
         tokens.
         """
-        wanted = known.tokens[:base] + tokens
-        keep = self._keep(known, wanted, base, len(wanted) - rows, width)
-        if keep < len(wanted):
-            keep = known.store.resumable(keep)
-            known.cut(keep)
-            self._append(known, wanted[keep:], width if rows else 0)
+        desired = trunk.tokens[:base] + tokens
+        keep = self._keep(trunk, desired, base, len(desired) - rows, width)
+        if keep < len(desired):
+            keep = trunk.store.resumable(keep)
+            trunk.cut(keep)
+            self._append(trunk, desired[keep:], width if rows else 0)
         yield from ()  # heads pause between the pieces of a prompt
 
-    def _keep(self, known: Trunk, wanted: Tokens, base: int, first_row: int, width: int) -> int:
-        """Return how many `wanted` tokens are present, from `first_row` on with candidates.
+    def _keep(self, trunk: Trunk, desired: Tokens, base: int, first_row: int, width: int) -> int:
+        """Return how many `desired` tokens are present, from `first_row` on with candidates.
 
         The first `base` of them are; a tree's tokens among the others are moved to the trunk.
         """
-        keep = base + common_prefix_length(known.tokens[base:], wanted[base:])
-        keep = self._adopt(known, wanted, keep, first_row, width)
+        keep = base + common_prefix_length(trunk.tokens[base:], desired[base:])
+        keep = self._adopt(trunk, desired, keep, first_row, width)
         width = min(width, self._head_size)
-        return next((at for at in range(first_row, keep) if known.width_at(at) < width), keep)
+        return next((at for at in range(first_row, keep) if trunk.width_at(at) < width), keep)
 
-    def _adopt(self, known: Trunk, wanted: Tokens, keep: int, first_row: int, width: int) -> int:
-        """If `wanted` continues along a path of the tree, move that path to the trunk.
+    def _adopt(self, trunk: Trunk, desired: Tokens, keep: int, first_row: int, width: int) -> int:
+        """If `desired` continues along a path of the tree, move that path to the trunk.
 
         Its tokens from `first_row` on have their candidates then.
         """
-        tree = known.tree
-        if tree is None or keep >= len(wanted):
+        tree = trunk.tree
+        if tree is None or keep >= len(desired):
             return keep
-        path = tree.follow(wanted, keep)
+        path = tree.follow(desired, keep)
         if not path:
-            known.tree = None
+            trunk.tree = None
             return keep
-        known.cut(keep)
-        known.store.move([tree.trunk + index for index in path])
+        trunk.cut(keep)
+        trunk.store.move([tree.trunk + index for index in path])
         tree.lost = max(tree.lost, keep + len(path))
-        known.tokens = wanted[: keep + len(path)]
-        if known.processor is not None:
-            known.processor.extend(known.tokens[keep:])
-        asked = [(at, index) for at, index in enumerate(path, start=keep) if at >= first_row]
-        if asked:
-            top = best_of(tree.logits([at for _, at in asked]), width, self._head_ids)
-            known.tops |= {at: top.only(row) for row, (at, _) in enumerate(asked)}
+        trunk.tokens = desired[: keep + len(path)]
+        if trunk.processor is not None:
+            trunk.processor.extend(trunk.tokens[keep:])
+        rows = [(at, index) for at, index in enumerate(path, start=keep) if at >= first_row]
+        if rows:
+            top = best_of(tree.logits([at for _, at in rows]), width, self._head_ids)
+            trunk.tops |= {at: top.only(row) for row, (at, _) in enumerate(rows)}
         return keep + len(path)
 
-    def _append(self, known: Trunk, tokens: Tokens, width: int) -> None:
-        start = len(known.tokens)
-        logits = self._forward(known, tokens, partial(known.store.chain, len(tokens)))
-        known.tokens.extend(tokens)
+    def _append(self, trunk: Trunk, tokens: Tokens, width: int) -> None:
+        start = len(trunk.tokens)
+        logits = self._forward(trunk, tokens, partial(trunk.store.chain, len(tokens)))
+        trunk.tokens.extend(tokens)
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
-        known.tree = None
+        trunk.tree = None
         if not width:
-            known.store.evaluate()
-            if known.processor is not None:
-                known.processor.extend(tokens)
+            trunk.store.evaluate()
+            if trunk.processor is not None:
+                trunk.processor.extend(tokens)
             return
-        rows = process_rows(known.processor, tokens, self._rows(logits, known.processor))
+        rows = process_rows(trunk.processor, tokens, self._rows(logits, trunk.processor))
         top = best_of(rows, width, self._head_ids)
-        known.tops |= {start + row: top.only(row) for row in range(len(tokens))}
+        trunk.tops |= {start + row: top.only(row) for row in range(len(tokens))}
 
-    def _forward(self, known: Trunk, tokens: Tokens, place: Callable[[], None]) -> mx.array:
+    def _forward(self, trunk: Trunk, tokens: Tokens, place: Callable[[], None]) -> mx.array:
         """Return logits [tokens, head] of a pass; `place` sets its frame."""
 
         def begin() -> Tokens:
             place()
             return []
 
-        request = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
+        request = self._batcher.submit(tokens, trunk.store, begin, self._inputs(trunk))
         return self._batcher.result(request)[0]
 
-    def _inputs(self, known: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
+    def _inputs(self, trunk: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
         """Return the model's inputs besides tokens: see `BatchRequest`."""
         return None
 
     def _grow(
         self,
-        known: Trunk,
+        trunk: Trunk,
         roots: list[Outcome],
         tips: list[Tip],
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer | None]:
         """Yield depth by depth the successors of these bonus tokens."""
-        if uses_rejection(known.sampling):
+        if uses_rejection(trunk.sampling):
             options = options._replace(siblings=0)  # drawn tokens have no siblings
-        if self.ahead is not None and self._goes_ahead(known):
-            yield from self.ahead.grow(known, roots, tips, depth, options)
+        if self.ahead is not None and self._goes_ahead(trunk):
+            yield from self.ahead.grow(trunk, roots, tips, depth, options)
             return
-        width = known.width(1 + options.siblings)
+        width = trunk.width(1 + options.siblings)
         for _ in range(depth if tips else 0):
-            tree = known.tree
+            tree = trunk.tree
             if tree is None:
                 return
             buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
             first = len(tree.fed)
             positions = [tree.position(bud) + 1 for bud in buds]
-            top = self._feed_buds(known, buds, width)
-            candidates = name_candidates(top, positions, known.sampling, options)
+            top = self._feed_buds(trunk, buds, width)
+            candidates = name_candidates(top, positions, trunk.sampling, options)
             layer, tips = grow_layer(roots, tips, candidates, first, options)
             yield layer
 
-    def _goes_ahead(self, known: Trunk) -> bool:
+    def _goes_ahead(self, trunk: Trunk) -> bool:
         """Return whether each draft token is the first choice of the model itself."""
-        drawn = known.processor is not None or uses_rejection(known.sampling)
-        return not drawn and self._inputs(known) is None
+        drawn = trunk.processor is not None or uses_rejection(trunk.sampling)
+        return not drawn and self._inputs(trunk) is None
 
-    def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Top:
+    def _feed_buds(self, trunk: Trunk, buds: list[Bud], width: int) -> Top:
         """Feed these to the tree; return the candidates after each."""
-        tree = known.tree
+        tree = trunk.tree
         if tree is None:
             raise ValueError("there is no tree to be fed")
         tokens = [bud.token for bud in buds]
-        place = partial(known.store.branches, *tree.frame(buds))
-        logits = self._forward(known, tokens, place)
-        rows = tree.add(buds, self._rows(logits, known.processor), known.processor)
+        place = partial(trunk.store.branches, *tree.frame(buds))
+        logits = self._forward(trunk, tokens, place)
+        rows = tree.add(buds, self._rows(logits, trunk.processor), trunk.processor)
         return best_of(rows, width, self._head_ids)
 
     def _rows(self, logits: mx.array, processor: LogitsProcessor | None) -> Any:

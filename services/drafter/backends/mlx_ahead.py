@@ -36,12 +36,12 @@ from services.sampling.device import guess
 from services.sampling.rules import write_rules
 
 
-class _Begun(NamedTuple):
+class _Launched(NamedTuple):
     """A running pass, and the tokens chosen after it."""
 
     tokens: mx.array
     """[rows] int32, the argmax after each row."""
-    found: mx.array
+    candidates: mx.array
     """As from `sampling.device.guess`."""
     logits: mx.array
     """[rows, head]."""
@@ -75,14 +75,14 @@ class DepthsAhead:
 
     def grow(
         self,
-        known: Trunk,
+        trunk: Trunk,
         roots: list[Outcome],
         tips: list[Tip],
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer]:
         """Grow branches like `MlxBackend._grow`; siblings do not continue."""
-        store, tree, count = _slots(known), known.tree, len(tips)
+        store, tree, count = _slots(trunk), trunk.tree, len(tips)
         if tree is None or not count or not depth:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
@@ -90,54 +90,56 @@ class DepthsAhead:
         traced = self._open_rows(store, frame, depth)
         rows = traced or PlainBranches(self._model, store, frame)
         positions = frame[1][frame[0] :] + 1 + options.shift
-        rules = _find_rules(known.sampling, positions, depth, rows.count)
+        rules = _find_rules(trunk.sampling, positions, depth, rows.count)
 
-        def begin(at: int, tokens: mx.array) -> _Begun:
+        def launch_depth(at: int, tokens: mx.array) -> _Launched:
             self._memory.check([(store, count)])
             logits = rows.feed(tokens)[:, : self._size]
-            return self._choose(logits, 1 + options.siblings, rules[at], known.sampling, traced)
+            return self._choose(logits, 1 + options.siblings, rules[at], trunk.sampling, traced)
 
         tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
-        begun = begin(0, mx.array(tokens, mx.int32))
-        tree.add(buds, begun.logits)
+        current = launch_depth(0, mx.array(tokens, mx.int32))
+        tree.add(buds, current.logits)
         for at in range(1, depth + 1):
-            following = begin(at, begun.tokens) if at < depth else _feed_last(begun, traced)
-            first, found = len(tree.fed) - count, np.array(begun.found)[:, :count]
-            layer, tips = _read_layer(roots, tips, found, first, options)
+            following = (
+                launch_depth(at, current.tokens) if at < depth else _feed_last(current, traced)
+            )
+            first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
+            layer, tips = _read_layer(roots, tips, candidates, first, options)
             if following is not None:
-                begun = following
-                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], begun.logits)
+                current = following
+                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], current.logits)
             yield layer
 
     def draft(
-        self, known: Trunk, tokens: Tokens, count: int, options: RoundOptions
+        self, trunk: Trunk, tokens: Tokens, count: int, options: RoundOptions
     ) -> Generator[DraftedToken]:
         """Feed these to the trunk, cut to their position, and continue after them."""
-        store, first = _slots(known), len(known.tokens) + len(tokens) + options.shift
-        rules = _find_rules(known.sampling, np.array([first]), count, 1)
+        store, first = _slots(trunk), len(trunk.tokens) + len(tokens) + options.shift
+        rules = _find_rules(trunk.sampling, np.array([first]), count, 1)
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
-        known.tree = None
+        trunk.tree = None
 
-        def begin(at: int, tokens: mx.array) -> _Begun:
+        def launch_depth(at: int, tokens: mx.array) -> _Launched:
             self._memory.check([(store, tokens.size)])
             logits = rows.feed(tokens)[-1:, : self._size]
-            return self._choose(logits, 1, rules[at], known.sampling, traced)
+            return self._choose(logits, 1, rules[at], trunk.sampling, traced)
 
         traced = self._open_trunk(store, count) if len(tokens) == 1 else None
         rows: SideBySide = traced or PlainChain(self._model, store)
-        begun = begin(0, mx.array(tokens, mx.int32))
-        known.tokens += tokens
+        current = launch_depth(0, mx.array(tokens, mx.int32))
+        trunk.tokens += tokens
         if len(tokens) > 1 and (traced := self._open_trunk(store, count - 1)) is not None:
             rows = traced
         for at in range(1, count + 1):
-            following = begin(at, begun.tokens) if at < count else None
-            found: Any = np.array(begun.found)[:, 0, 0].tolist()
-            check_shares(found[1])
-            token = int(found[0])
+            following = launch_depth(at, current.tokens) if at < count else None
+            candidates: Any = np.array(current.candidates)[:, 0, 0].tolist()
+            check_shares(candidates[1])
+            token = int(candidates[0])
             if following is not None:
-                known.tokens.append(token)
-                begun = following
-            yield DraftedToken(token, found[1])
+                trunk.tokens.append(token)
+                current = following
+            yield DraftedToken(token, candidates[1])
 
     def _open_rows(self, store: KVStore, frame: Frame, depth: int) -> TracedRows | None:
         """Open replayed passes, one more than depths if there is room."""
@@ -159,35 +161,35 @@ class DepthsAhead:
         rules: mx.array,
         sampling: Sampling,
         by: TracedRows | None,
-    ) -> _Begun:
+    ) -> _Launched:
         if by is not None and self.traced is not None and not has_filter(sampling):
             drawn = not is_greedy(sampling)
-            tokens, found = self.traced.choose(logits, width, rules, drawn=drawn)
+            tokens, candidates = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
-            tokens, found = guess(logits, width, self._ids, rules, sampling)
-        launch(tokens, found)
-        return _Begun(tokens, found, logits)
+            tokens, candidates = guess(logits, width, self._ids, rules, sampling)
+        launch(tokens, candidates)
+        return _Launched(tokens, candidates, logits)
 
 
-def _feed_last(begun: _Begun, rows: TracedRows | None) -> _Begun | None:
+def _feed_last(current: _Launched, rows: TracedRows | None) -> _Launched | None:
     """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
     if rows is None or not rows.has_room:
         return None
-    logits = rows.feed(begun.tokens)
+    logits = rows.feed(current.tokens)
     launch(logits)
-    return begun._replace(logits=logits)
+    return current._replace(logits=logits)
 
 
-def _slots(known: Trunk) -> KVStore:
-    if not isinstance(known.store, KVStore):
+def _slots(trunk: Trunk) -> KVStore:
+    if not isinstance(trunk.store, KVStore):
         raise TypeError("a recurrent state does not run ahead of its tokens")
-    return known.store
+    return trunk.store
 
 
 def _read_layer(
     roots: list[Outcome],
     tips: list[Tip],
-    found: npt.NDArray[np.float32],
+    candidates: npt.NDArray[np.float32],
     first: int,
     options: RoundOptions,
 ) -> tuple[TreeLayer, list[Tip]]:
@@ -195,7 +197,7 @@ def _read_layer(
 
     It uses arrays, since host time dominates the cost of a depth.
     """
-    tokens, sure = found[0].astype(np.int64), found[1]
+    tokens, sure = candidates[0].astype(np.int64), candidates[1]
     check_shares(sure)
     named = sure > 0.0
     named[:, 0] = True

@@ -120,22 +120,22 @@ class Tree:
 
     def logits(self, indices: Sequence[int]) -> Any:
         """Return [tokens, head] logits after some of the tokens."""
-        found = [rows[row : row + 1] for rows, row in (self._rows[index] for index in indices)]
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if isinstance(found[0], np.ndarray) else mx.concatenate(found)
+        parts = [rows[row : row + 1] for rows, row in (self._rows[index] for index in indices)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else mx.concatenate(parts)
 
-    def follow(self, wanted: Tokens, start: int) -> list[int]:
+    def follow(self, sequence: Tokens, start: int) -> list[int]:
         """Return the tree's tokens that the sequence follows from position `start` on.
 
         Args:
-            wanted: the sequence, which starts like the trunk.
+            sequence: starts like the trunk.
             start: after the pending token.
         """
-        shared = common_prefix_length(self.chain, wanted[self.base :])
+        shared = common_prefix_length(self.chain, sequence[self.base :])
         path, key = list[int](), -1 - self.base - shared
         begins_alike = bool(shared) or not self.chain
-        for token in wanted[self.base + shared :] if begins_alike else []:
+        for token in sequence[self.base + shared :] if begins_alike else []:
             child = self._children.get((key, token))
             if child is None:
                 break
@@ -162,9 +162,9 @@ class Trunk:
     processor: LogitsProcessor | None = None
     """State after these tokens, if the request processes logits."""
 
-    def width(self, wanted: int) -> int:
-        """Return how many candidates to compute where `wanted` are needed."""
-        return wanted if is_greedy(self.sampling) else max(wanted, SAMPLED_WIDTH)
+    def width(self, needed: int) -> int:
+        """Return how many candidates to compute where `needed` are used."""
+        return needed if is_greedy(self.sampling) else max(needed, SAMPLED_WIDTH)
 
     def width_at(self, position: int) -> int:
         """Return how many candidates are held after this token."""
@@ -196,7 +196,7 @@ class Trunk:
             position = self.committed + tree.depths[row] + 1
             ranked = rank_bonuses(top, position + shift, self.sampling)
             rejected = tree.children[row]
-            wanted = fan_out[row] if row < len(fan_out) else 0
-            few = ranked.ids[0, : wanted + len(rejected)].tolist()
-            roots += [Outcome(row, token) for token in few if token not in rejected][:wanted]
+            width = fan_out[row] if row < len(fan_out) else 0
+            few = ranked.ids[0, : width + len(rejected)].tolist()
+            roots += [Outcome(row, token) for token in few if token not in rejected][:width]
         return roots

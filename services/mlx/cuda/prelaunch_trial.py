@@ -30,8 +30,8 @@ _CHAIN = read_tree(list(range(5, 5 + _ROWS)), [])
 _TURNS = 24
 _SETTLED = 12
 """Turns after which all memory has been allocated and all graphs have been built."""
-_AWAY_S = 0.001
-"""Time for the next tokens to arrive."""
+_ARRIVAL_S = 0.001
+"""Time until the next tokens arrive."""
 _WHAT = "passes launched before their tokens are known"
 
 
@@ -70,16 +70,16 @@ class _Trial:
 
     def run(self) -> Steps[bool]:
         """Return True if prelaunched passes are to be used."""
-        asked_s = [self._ask()[0] for _ in range(_TURNS)]
+        usual_s = [self._ask()[0] for _ in range(_TURNS)]
         _, expected = self._ask()
         yield
-        rung_s, found = self._ring_in_turn()
+        rung_s, logits = self._ring_in_turn()
         if self._missed:
             _log.info("%s: %d of %d were rung too late", _WHAT, self._missed, _TURNS - _SETTLED)
             return False
-        if not is_close(_WHAT, measure_distance(expected, found)):
+        if not is_close(_WHAT, measure_distance(expected, logits)):
             return False
-        ways = [statistics.median(times[_SETTLED:]) for times in (asked_s, rung_s)]
+        ways = [statistics.median(times[_SETTLED:]) for times in (usual_s, rung_s)]
         if not is_faster(_WHAT, *ways):
             return False
         yield from self._make_graphs()
@@ -121,7 +121,7 @@ class _Trial:
         store.chain(_ROWS)
         now, logits = self._launch(), mx.array(0)
         for turn in range(_TURNS):
-            time.sleep(_AWAY_S)
+            time.sleep(_ARRIVAL_S)
             store.trim(_PROMPT)
             store.chain(_ROWS)
             began = time.perf_counter()
