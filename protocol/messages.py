@@ -550,6 +550,8 @@ ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greet
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network the peer may be busy
 ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
+
+
 ToService = (
     OpenSequence
     | Prepare
@@ -779,6 +781,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rewinding: str = ""
     """Rollback method (`Hello`)."""
     by_origin: dict[Origin, RoundStats] = {}
+    hits_by_rank: list[int] = []
+    """Rounds whose outcome was the i-th best candidate prepared for its length."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 

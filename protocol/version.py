@@ -4,7 +4,7 @@ DISTRIBUTION = "ssd-decode"
 VERSION = "0.1.0"
 
 
-_EXTRAS = {"coremltools": "coreml", "threadpoolctl": "coreml"}
+_EXTRAS = {"coremltools": "coreml", "threadpoolctl": "coreml", "matplotlib": "report"}
 """Library -> the extra that installs it; answering requests needs none of them."""
 
 

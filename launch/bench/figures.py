@@ -7,23 +7,18 @@
 answer, the target above and the drafter below.
 """
 
-import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import msgspec
-from matplotlib.figure import Figure
 
+from launch.bench.plots import DRAFT, draw_svg, origin_colour
 from launch.bench.result import BenchFile, BenchRun, ModeSummary
 from protocol.errors import UsageError
 from protocol.messages import TraceEvent
-
-# Text remains text, so that it can be searched and read aloud; ids are reproducible.
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
 
 _NAMES = {
     "mlx-lm": "mlx-lm, all cores",
@@ -36,28 +31,12 @@ _COLOURS = {
     "mlx-lm": "#c3cad2", "mlx-lm-draft": "#a8b1bc", "ar": "#8b96a3", "sd": "#e0a030",
     "ssd": "#2a7f62",
 }  # fmt: skip
-_ORIGINS = {"hit": "#2a7f62", "miss": "#e0a030", "lookup": "#b86fb0"}
-_PLAIN, _DRAFT = "#9aa5b1", "#3f6fb5"
 _BACKGROUND = "#ffffff"
 _ROUNDS = 3
 _CAPTION = (
     "green: the draft was ready when the verification before ended; "
     "blue: one depth of the tree for the next round"
 )
-
-
-def _draw_svg(width: float, height: float, draw: Callable[[Any], None]) -> str:
-    """Draw a plot as SVG, `width` x `height` inches; `draw` gets its axes."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
-    text = io.StringIO()
-    figure.savefig(
-        text, format="svg", facecolor=_BACKGROUND, metadata={"Date": None, "Creator": None}
-    )
-    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def speed_figure(result: BenchFile) -> str:
@@ -77,7 +56,7 @@ def speed_figure(result: BenchFile) -> str:
         axes.set_title(_describe(result), fontsize=8, loc="right", color="#555", pad=30)
         axes.legend(ncols=5, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return _draw_svg(9.0, 3.6, draw)
+    return draw_svg(9.0, 3.6, draw, background=_BACKGROUND)
 
 
 def _bar(axes: Any, left: float, width: float, figures: ModeSummary | None, colour: str) -> None:
@@ -109,15 +88,15 @@ def timeline_figure(runs: Sequence[BenchRun]) -> str:
 
     def draw(axes: Any) -> None:
         for event in verified:
-            _piece(axes, 1, event, start, _ORIGINS.get(str(event.details["chain"]), _PLAIN))
+            _piece(axes, 1, event, start, origin_colour(event))
         for event in drafted:
-            _piece(axes, 0, event, start, _DRAFT)
+            _piece(axes, 0, event, start, DRAFT)
         axes.set_yticks([0, 1], ["drafter", "target"])
         axes.set_xlabel("milliseconds")
         axes.set_title(_CAPTION, fontsize=8, loc="left", color="#555")
         axes.set_ylim(-0.5, 1.6)
 
-    return _draw_svg(9.0, 2.2, draw)
+    return draw_svg(9.0, 2.2, draw, background=_BACKGROUND)
 
 
 def _piece(axes: Any, row: int, event: TraceEvent, start_us: float, colour: str) -> None:

@@ -11,7 +11,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 8
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -104,8 +104,16 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     accepted_by_lag: list[int] = []
     """Accepted tokens by lag (`Statistics`), over all runs."""
     hit_rate: float | None = None
+    hit_rate_after: dict[str, float] = {}
+    """Hit rate by the origin of the round's chain."""
+    hits_within: list[float] = []
+    """Index F - 1: share of looked-up rounds whose outcome was among the best F prepared for its
+    length.
+    """
     overlap_ratio: float | None = None
     phase_ms: dict[str, float] = {}
+    ipc_share: float | None = None
+    """Share of the decoding time in which the verifier waited after hits, and for messages."""
     plain_rounds: float | None = None
     """Share of rounds decoded plainly because that was faster."""
     predicted_tok_s: float | None = None

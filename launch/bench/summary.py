@@ -1,6 +1,7 @@
 """Aggregates runs: medians with their spread, pooled counts, and the bound."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from statistics import median, quantiles
@@ -91,8 +92,15 @@ def _speculation(runs: Sequence[BenchRun], answers: Sequence[Statistics]) -> dic
     drafted, accepted = sum(s.drafted for s in answers), sum(s.accepted for s in answers)
     rounds = sum(s.rounds for s in answers)
     hits, misses = sum(s.cache_hits for s in answers), sum(s.cache_misses for s in answers)
+    looked_up, hits_by_origin, ranks = Counter[str](), Counter[str](), Counter[int]()
+    for s in answers:
+        looked_up.update({kind: figures.cache_lookups for kind, figures in s.by_origin.items()})
+        hits_by_origin.update({kind: figures.cache_hits for kind, figures in s.by_origin.items()})
+        ranks.update(dict(enumerate(s.hits_by_rank)))
+    lookups = looked_up.total()
     decoded = sum(run.tokens - 1 for run in runs)
     seconds = sum(run.decode_s for run in runs)
+    waited_ms = sum(s.cache_hits * s.phase_ms.get("idle_hit", 0.0) for s in answers)
     return {
         "acceptance_rate": accepted / drafted,
         "mean_acceptance_length": 1.0 + accepted / rounds,
@@ -102,7 +110,14 @@ def _speculation(runs: Sequence[BenchRun], answers: Sequence[Statistics]) -> dic
         "offered_by_lag": _add([s.offered_by_lag for s in answers]),
         "accepted_by_lag": _add([s.accepted_by_lag for s in answers]),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
-        "overlap_ratio": _mean(s.overlap_ratio for s in answers) if hits + misses else None,
+        "hit_rate_after": {kind: hits_by_origin[kind] / n for kind, n in looked_up.items() if n},
+        "hits_within": [
+            sum(ranks[i] for i in range(width)) / lookups for width in range(1, 1 + len(ranks))
+        ]
+        if lookups
+        else [],
+        "overlap_ratio": _mean(s.overlap_ratio for s in answers) if lookups else None,
+        "ipc_share": waited_ms / (1e3 * seconds) if hits and seconds else None,
         "plain_rounds": sum(s.plain_rounds for s in answers) / rounds,
         "predicted_tok_s": median(s.predicted_tok_s for s in answers),
         **_bounds(answers, decoded / seconds if seconds else 0.0),

@@ -30,6 +30,7 @@ from launch.workers.coreml_probe import ProbeWorker
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.validation import describe
+from protocol.version import install_hint
 
 
 @click.command("bench", cls=Command)
@@ -65,19 +66,27 @@ from protocol.validation import describe
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures as JSON."
 )
+@click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
 def command(**options: Any) -> None:  # fmt: skip
-    """Compare modes side by side; none may change a token."""
-    json_file, only = options.pop("json_file"), options.pop("only")
+    """Compare modes side by side; none may change a token.
+
+    --report adds the profile and the overlap.
+    """
+    json_file, report = options.pop("json_file"), options.pop("report")
+    only = options.pop("only")
     if only == "coreml":
         _measure_coreml(_config(options, only).pair, json_file)
         return
-    config = _config(options, only)
+    write = None if report is None else _writer()
+    config = _config(options, "everything" if report is not None else only)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console.stderr(), transient=True) as progress:
         result = measure(config, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    if write is not None and report is not None:
+        write(result, report)
     _show(result)
     for sentence in headline(result):
         console.stdout().print(sentence, style="bold", markup=False)
@@ -116,8 +125,17 @@ _PREFILL_S = 30.0
 """Time after which no longer prompt is started."""
 
 
+def _writer() -> Callable[[BenchFile, Path], None]:
+    """Return the writer of the page; fails before the measurements if it is missing."""
+    try:
+        from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--report needs matplotlib: {install_hint('report')}") from error
+    return write
+
+
 def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
-    """Return what to measure: `only` the profile or the overlap, or the modes."""
+    """Return what to measure: `only` the profile or the overlap, everything, or the modes."""
     modes, every_mode = options.pop("modes"), ",".join(NAMES)
     modes = every_mode if modes == "all" else modes
     variants = parse_all(modes or every_mode)
@@ -136,9 +154,10 @@ def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
     pair = pair_of(settings)
+    runs = only in (None, "everything")
     if modes is None:
         variants = parse_all(default_modes(pair.backend))
-        if pair.backend != "mlx" and only is None:
+        if pair.backend != "mlx" and runs:
             console.stderr().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
     require_draft_model(variants, pair.backend)
     for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
@@ -150,9 +169,9 @@ def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
         samplings=samplings,
         prompts=prompts,
         source=source,
-        profile=only == "profile",
-        overlap=only == "overlap",
-        runs=only is None,
+        profile=only in ("profile", "everything"),
+        overlap=only in ("overlap", "everything"),
+        runs=runs,
         **counts,
     )
 

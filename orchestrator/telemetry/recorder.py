@@ -58,6 +58,7 @@ class Recorder:
     stale_trees: int = 0
     rewinding: str = ""
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
+    ranks: Counter[int] = field(default_factory=Counter)
     was_suspended: bool = False
     """True if its place was given away since the last token: the next interval does not count."""
     timeline: Timeline | None = None
@@ -110,6 +111,8 @@ class Recorder:
             + (observation.mode == "ssd" and observation.speculating),
             cache_hits=old.cache_hits + (observation.rank is not None),
         )
+        if observation.rank is not None:
+            self.ranks[observation.rank] += 1
 
     def count_states(self, size: int) -> None:
         """Count hidden states sent to the drafter; those of the prompt belong to its prefill."""
@@ -242,6 +245,7 @@ class Recorder:
             stale_trees=self.stale_trees,
             rewinding=self.rewinding,
             by_origin=dict(self.by_origin),
+            hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
             **self._by_lag(),
         )

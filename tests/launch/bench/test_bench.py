@@ -1,6 +1,7 @@
 """`ssd bench`: its modes, its figures, its file, and the check that may not fail."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -151,12 +152,17 @@ def test_hits_and_the_bound_are_pooled() -> None:
                 rounds=3, tokens=4, verify_ms=240.0, cache_lookups=3, cache_hits=2
             ),
         },
+        hits_by_rank=[4, 0, 2],
         draft_wait_ms=60.0,
+        phase_ms={"idle_hit": 2.0},
     )
     found = summary([run(0, "ssd", 10.0, statistics=told, tokens=11, decode_s=1.0)])["ssd"]
     assert found.bound_tok_s == pytest.approx(22 / 0.9)
     assert found.efficiency == pytest.approx(10 / (22 / 0.9))
     assert found.hit_rate == pytest.approx(6 / 9)
+    assert found.hit_rate_after == {"hit": 4 / 6, "target": 2 / 3}
+    assert found.hits_within == [4 / 9, 4 / 9, 6 / 9]
+    assert found.ipc_share == pytest.approx(0.012)
     assert found.mean_acceptance_length == 2.5
     hit, miss = Rounds(6, 18, 600.0), Rounds(3, 4, 240.0)
     assert found.bound_tok_s == upper_bound_tok_s(hit, miss, 60.0)
@@ -198,11 +204,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.processes
 def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> None:
-    """All modes, two temperatures: file and verdict."""
-    file = tmp_path / "bench.json"
+    """All modes, two temperatures: file, page and verdict."""
+    file, page = tmp_path / "bench.json", tmp_path / "bench.html"
     modes = "ar,sd,ssd,ssd:k=3:b=6,ssd:rejection,mlx-lm,mlx-lm-draft"
     flags = ["--modes", modes, "--temps", "0,0.8", "--seed", "4", "--limit", "2", "-m", "12"]
-    done = ssd("bench", *pair, *flags, "--json", str(file))
+    outputs = ["--json", str(file), "--report", str(page)]
+    done = ssd("bench", *pair, *flags, *outputs)
     assert done.returncode == 0, done.stderr.decode()
     said = done.stdout.decode()
     assert "lossless" in said
@@ -219,7 +226,13 @@ def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> No
     }
     assert len(hashes) == 4
     assert set(found["runs"][0]["peak_memory_gb"]) >= {"verifier", "drafter", "orchestrator"}
+    assert found["profile"]["verify_ms"]["1"] > 0.0
+    assert found["profile"]["prediction"]["best_mode"] in {"ar", "sd", "ssd"}
+    assert 0.0 <= found["overlap"]["efficiency"] <= 1.0
     assert all(bool(r["timeline"]) == r["mode"].startswith("ssd") for r in found["runs"])
+    html = page.read_text()
+    assert "<svg" in html
+    assert not re.search(r"(src|href)=.?http|url\(.?http|@import", html)
 
 
 def drafted(file: Path, mode: str) -> int:

@@ -10,6 +10,7 @@ from protocol.version import describe_missing
     ("library", "code", "words"),
     [
         ("coremltools.proto", 2, "pip install 'ssd-decode[coreml]'"),
+        ("matplotlib", 2, "pip install 'ssd-decode[report]'"),
         ("no_such_library", 4, "No module named 'no_such_library'"),
     ],
 )
