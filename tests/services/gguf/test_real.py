@@ -3,7 +3,8 @@
 The files in `golden/` were written by llama.cpp from the same GGUF file: ids of texts with special
 tokens read; and for answers of up to 48 tokens each token, the runner-up, and by how much its
 logit trailed. `rms` there is how far our leads over the runner-up were from llama.cpp's, over all
-positions, when the file was written.
+positions, when the file was written. `long`, of a model with windows: five windows of text, the log
+probabilities of eight tokens after parts of it, and the answer to all of it.
 """
 
 import json
@@ -58,25 +59,62 @@ def test_texts_have_the_tokens_of_llama_cpp(name: str) -> None:
     assert differ == golden(name).get("known_to_differ", [])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "rms" in golden(name)])
-def test_greedy_answers_are_those_of_llama_cpp(name: str) -> None:
-    """After each of its tokens ours is the same, unless its lead over the runner-up is tiny."""
+def loaded(name: str) -> Any:
+    """The model, as a CPU computes it."""
     module: Any = load(folder_of(name), as_stored=True).module
     equip(module)
-    rms, off = golden(name)["rms"], list[float]()
+    return module
+
+
+def read(module: Any, cache: list[Any], tokens: list[int]) -> None:
+    """Let tokens through the model; no logits are computed."""
+    for first in range(0, len(tokens), STEP):
+        module(mx.array([tokens[first : first + STEP]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+
+
+def check_answer(module: Any, cache: list[Any], answer: dict[str, Any], rms: float) -> list[float]:
+    """Check an answer after all of its prompt but the last token; how far our leads are off."""
+    tokens, margins = answer["answer"], np.array(answer["margins"])
+    logits = module(mx.array([answer["ids"][-1:] + tokens[:-1]]), cache=cache)[0]
+    rows = np.array(logits.astype(mx.float32))
+    places = np.arange(len(tokens))
+    own = rows[places, tokens]
+    for place in places[rows.argmax(axis=1) != tokens]:
+        assert margins[place] < NEAR_TIE * rms, (answer["ids"][-8:], place)
+        assert rows[place].max() - own[place] < NEAR_TIE * rms, (answer["ids"][-8:], place)
+    return list(own - rows[places, answer["second"]] - margins)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_answers_are_those_of_llama_cpp(name: str) -> None:
+    """After each of its tokens ours is the same, unless its lead over the runner-up is tiny."""
+    module, rms, off = loaded(name), golden(name)["rms"], list[float]()
     for answer in golden(name)["answers"]:
-        prompt, tokens = answer["ids"], answer["answer"]
         cache = make_prompt_cache(module)
-        for first in range(0, len(prompt) - 1, STEP):
-            module(mx.array([prompt[:-1][first : first + STEP]]), cache=cache)
-            mx.eval([layer.state for layer in cache])
-        logits = module(mx.array([prompt[-1:] + tokens[:-1]]), cache=cache)[0]
-        rows = np.array(logits.astype(mx.float32))
-        places = np.arange(len(tokens))
-        own = rows[places, tokens]
-        margins = np.array(answer["margins"])
-        off += list(own - rows[places, answer["second"]] - margins)
-        for place in places[rows.argmax(axis=1) != tokens]:
-            assert margins[place] < NEAR_TIE * rms, (answer["prompt"], place)
-            assert rows[place].max() - own[place] < NEAR_TIE * rms, (answer["prompt"], place)
+        read(module, cache, answer["ids"][:-1])
+        off += check_answer(module, cache, answer, rms)
+    assert np.sqrt(np.mean(np.square(off))) < MOST_RMS * rms
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "long" in golden(name)])
+def test_windows_are_those_of_llama_cpp(name: str) -> None:
+    """Within the window, around its end, and at five times its length the next token is as likely.
+
+    A prompt is read in steps that end at these places, so windows are cut in many ways.
+    """
+    module, rms, long = loaded(name), golden(name)["rms"], golden(name)["long"]
+    ids, cache, done = long["ids"], make_prompt_cache(module), 0
+    for end, likely in sorted((int(end), likely) for end, likely in long["next"].items()):
+        if end == len(ids):
+            break
+        read(module, cache, ids[done : end - 1])
+        logits = module(mx.array([ids[end - 1 : end]]), cache=cache)[0, 0]
+        row = np.array(logits.astype(mx.float32))
+        done = end
+        tokens, expected = [token for token, _ in likely], [value for _, value in likely]
+        off = row[tokens] - np.logaddexp.reduce(row) - expected
+        assert np.sqrt(np.mean(np.square(off))) < MOST_RMS * rms, end
+    read(module, cache, ids[done:-1])
+    off = check_answer(module, cache, long, rms)
     assert np.sqrt(np.mean(np.square(off))) < MOST_RMS * rms
