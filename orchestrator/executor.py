@@ -163,6 +163,8 @@ class Executor:
             self.run(request, request.sequence.finish, "stop")
 
     def _finish(self, request: Request, reason: FinishReason, error: str) -> None:
+        if self._registry.lookup_only and not request.has_had_drafter:
+            request.sequence.recorder.fallbacks.pop("no_drafter", None)  # none is configured
         for message in request.last_messages(reason, error):
             if not self._clients.send(request.peer, message):
                 break  # continuing would hide that something is missing

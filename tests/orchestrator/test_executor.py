@@ -1,5 +1,6 @@
 """The books of a request: done before it answers anything else, whoever asks."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from orchestrator.executor import Executor
 from orchestrator.requests.crash_journal import CrashJournal
-from orchestrator.sequence.actions import Action
+from orchestrator.sequence.actions import Action, Finish
 from protocol.messages import VerificationOutcome
 
 OUTCOME = VerificationOutcome(sequence=1, round=1, accepted=0, bonus=5, verify_ms=5.0, idle_ms=0.1)
@@ -102,3 +103,27 @@ def test_who_is_over_has_no_books(executor: Executor, log: list[str]) -> None:
     failing.is_over = True
     executor.catch_up()
     assert log == ["decided 1"]
+
+
+def test_only_a_drafter_that_should_be_there_is_missed(log: list[str]) -> None:
+    """Without one configured, an answer says nothing of its absence; nor who has seen it go."""
+    nobody: Any = SimpleNamespace(start=lambda *_: None)
+    for lookup_only, has_had_drafter, missed in (
+        (True, False, 0),
+        (True, True, 3),
+        (False, False, 3),
+    ):
+        registry: Any = SimpleNamespace(lookup_only=lookup_only)
+        end = request(1, log)
+        end.has_had_drafter, end.last_messages = has_had_drafter, lambda *_: []
+        fallbacks = end.sequence.recorder.fallbacks = Counter(no_drafter=3, lookup=2)
+        executor = Executor(
+            nobody,
+            nobody,
+            registry=registry,
+            timeouts=nobody,
+            journal=CrashJournal(None, 2),
+            on_end=lambda _: None,
+        )
+        executor.run(end, lambda: [Finish("stop", "")])
+        assert (fallbacks["no_drafter"], fallbacks["lookup"]) == (missed, 2)
