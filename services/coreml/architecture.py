@@ -1,4 +1,4 @@
-"""Read a Llama-type model's `config.json`; refuse what the builder cannot express."""
+"""Read the `config.json` of a Llama-type model or a Gemma 3; refuse what the builder cannot say."""
 
 import json
 import math
@@ -14,7 +14,8 @@ from protocol.errors import ModelError
 
 Doubles = npt.NDArray[np.float64]
 
-KNOWN_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+_GEMMA = "gemma3_text"
+KNOWN_TYPES = ("llama", "qwen2", "qwen3", "mistral", _GEMMA)
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +48,36 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eps: float
     tied: bool
     rope: Rope
+    local_rope: Rope | None = None
+    """Of layers with a window, if there are any."""
+    window: int = 0
+    """Tokens that those layers see."""
+    pattern: int = 1
+    """Every layer of this number has no window."""
+    query_scale: float = 0.0
+    """Factor of the scores; 0: one over the root of `head_dim`."""
+
+    @property
+    def is_gemma(self) -> bool:
+        """Norms of 1 + weight, also behind attention and MLP; GELU; scaled embeddings."""
+        return self.model_type == _GEMMA
+
+    def is_local(self, layer: int) -> bool:
+        """Return True if a layer has a window."""
+        return self.window > 0 and (layer + 1) % self.pattern != 0
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.query_scale or self.head_dim**-0.5
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embedding, rounded to bfloat16 as mlx-lm does."""
+        if not self.is_gemma:
+            return 1.0
+        bits = np.float32(self.width**0.5).view(np.uint32) + np.uint32(0x8000)
+        return float((bits & np.uint32(0xFFFF0000)).view(np.float32))
 
     @property
     def group(self) -> int:
@@ -77,6 +108,7 @@ def read_architecture(folder: Path) -> Architecture:
             eps=config["rms_norm_eps"],
             tied=config.get("tie_word_embeddings", True),
             rope=_rope(config, head_dim, path),
+            **(_gemma(config, head_dim) if config["model_type"] == _GEMMA else {}),
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{str(path)!r} cannot be read as a model's ({error!r})") from error
@@ -88,7 +120,7 @@ def _check(config: dict[str, Any], path: Path) -> None:
         raise ModelError(
             f"{str(path)!r} describes a {kind!r} model; can be converted: {', '.join(KNOWN_TYPES)}"
         )
-    windows = "sliding_attention" in (config.get("layer_types") or ())
+    windows = kind != _GEMMA and "sliding_attention" in (config.get("layer_types") or ())
     windowed = kind == "mistral" and config.get("sliding_window")
     if windows or windowed or (config.get("sliding_window") and config.get("use_sliding_window")):
         raise ModelError(f"{str(path)!r} has sliding-window layers, which cannot be converted")
@@ -96,10 +128,22 @@ def _check(config: dict[str, Any], path: Path) -> None:
         raise ModelError(f"{str(path)!r} has interleaved RoPE, which cannot be converted")
 
 
+def _gemma(config: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return what only Gemma 3 has, with mlx-lm's defaults."""
+    base = float(config.get("rope_local_base_freq", 1e4))
+    frequencies: Doubles = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    return {
+        "local_rope": Rope(frequencies.tolist()),
+        "window": config.get("sliding_window", 512),
+        "pattern": config.get("sliding_window_pattern", 6),
+        "query_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+    }
+
+
 def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
     """Return the frequencies by the rules of mlx-lm's `rope_utils`."""
     parameters = config.get("rope_parameters") or {}
-    default = 1e6 if config["model_type"] == "qwen2" else 1e4
+    default = 1e6 if config["model_type"] in {"qwen2", _GEMMA} else 1e4
     base = config.get("rope_theta") or parameters.get("rope_theta") or default
     scaling = config.get("rope_scaling") or parameters
     kind = scaling.get("type") or scaling.get("rope_type", "default")

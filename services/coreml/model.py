@@ -14,6 +14,7 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
 from protocol.settings import ComputeUnits
+from services.coreml.architecture import Rope
 from services.coreml.functions import MASKED, PackageFunction
 from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
 from services.coreml.runtime.blob import Array
@@ -51,10 +52,20 @@ class ConvertedModel:
             self._embedding = np.load(folder / EMBEDDING, mmap_mode="r")
         except (OSError, ValueError) as error:
             raise ModelError(f"{str(folder)!r} has no readable {EMBEDDING} ({error})") from error
-        cos, sin = self.manifest.architecture.rope.tables(self.slots + _SPARE_POSITIONS)
-        self._cos, self._sin = cos.astype(np.float16), sin.astype(np.float16)
+        shape = self.manifest.architecture
+        self._window = shape.window
+        ropes = {"": shape.rope, "_local": shape.local_rope}
+        self._tables = {
+            f"{table}{layers}": values.astype(np.float16)
+            for layers, rope in ropes.items()
+            if rope is not None
+            for table, values in zip(("cos", "sin"), self._tables_of(rope), strict=True)
+        }
         ids = self.manifest.head_ids
         self._head_ids = np.array(ids, np.int64) if ids else None
+
+    def _tables_of(self, rope: Rope) -> tuple[Floats, Floats]:
+        return rope.tables(self.slots + _SPARE_POSITIONS)
 
     @property
     def slots(self) -> int:
@@ -113,18 +124,20 @@ class ConvertedModel:
         count, size = len(feed.tokens), function.tokens
         tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         tokens[:count], positions[:count] = feed.tokens, feed.positions
-        cache = np.full((1, 1, size, self.slots), MASKED, np.float32)
-        cache[0, 0, :count][feed.cache] = 0.0
-        new = np.full((1, 1, size, size), MASKED, np.float32)
-        new[0, 0][np.eye(size, dtype=bool)] = 0.0
-        new[0, 0, :count, :count][feed.new] = 0.0
-        return {
-            "x": _columns(self._embedding[tokens]),
-            "cos": _columns(self._cos[positions]),
-            "sin": _columns(self._sin[positions]),
-            "mask_cache": cache,
-            "mask_new": new,
-        }
+        visible = np.zeros((size, self.slots + size), np.bool_)
+        visible[:count, : self.slots] = feed.cache
+        visible[:, self.slots :] = np.eye(size, dtype=bool)
+        visible[:count, self.slots : self.slots + count] |= feed.new
+        inputs = {name: _columns(table[positions]) for name, table in self._tables.items()}
+        inputs["x"] = _columns(self._embedding[tokens])
+        inputs["mask_cache"] = _mask(visible[:, : self.slots])
+        inputs["mask_new"] = _mask(visible[:, self.slots :])
+        if self._window:
+            # A committed token's slot is its position, and drafts are never that far away.
+            places = np.concatenate([np.arange(self.slots), positions])
+            near = places > positions[:, None] - self._window
+            inputs["mask_local"] = _mask(visible & near)
+        return inputs
 
     def _write_inputs(self, function: PackageFunction, feed: Feed) -> dict[str, Array]:
         if self.manifest.state_write == "slice":
@@ -161,6 +174,11 @@ def open_model(folder: Path, units: ComputeUnits) -> ConvertedModel:
 def _columns(rows: Any) -> Array:
     """Convert [tokens, channels] to [1, channels, 1, tokens] float32 for CoreML's Python API."""
     return np.ascontiguousarray(rows.T.astype(np.float32))[None, :, None, :]
+
+
+def _mask(visible: Visible) -> Array:
+    """Convert [tokens, slots] to [1, 1, tokens, slots] float32, to be added to scores."""
+    return np.where(visible, np.float32(0), np.float32(MASKED))[None, None]
 
 
 def _log_sum(peaks: Floats, sums: Floats) -> Floats:

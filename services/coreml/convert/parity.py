@@ -4,6 +4,7 @@ The texts are greedy answers: the target's, if there is one, otherwise the model
 is *teacher-forced* along them, since in float16 one rounding tie would make two free runs diverge.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from protocol.errors import UsageError
 from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenDifference
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
+from services.kernels.cpu.equip import equip
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import load
+from services.mlx.loader import compute_unit, load
 from services.sampling.candidates import Top
 
 _TOP = 8
@@ -46,8 +48,30 @@ class ParityDistributions(NamedTuple):
         return spread
 
 
+def write_answers(folder: Path, prompts: list[Tokens], count: int) -> Iterator[AnsweredPrompt]:
+    """Yield a greedy answer of `count` tokens to each prompt.
+
+    Token by token, MLX on a CPU reads all weights as 32-bit floats: our kernels read them as they
+    are stored.
+    """
+    loaded = load(folder, as_stored=True)
+    module: Any = loaded.module
+    head_ids = trim_head(module, folder)
+    ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
+    if compute_unit() == "cpu":
+        equip(module, rounds=False)
+    for prompt in prompts:
+        cache, fed = make_prompt_cache(module), prompt
+        answer: Tokens = []
+        for _ in range(count):
+            row = module(mx.array([fed]), cache=cache)[0, -1, : len(ids)]
+            fed = [int(ids[int(mx.argmax(row))])]
+            answer += fed
+        yield AnsweredPrompt(prompt, answer)
+
+
 class ParityModel:
-    """A model under mlx-lm: writes texts, and returns its distributions after any."""
+    """A model under mlx-lm: its distributions after any text."""
 
     def __init__(self, folder: Path) -> None:
         loaded = load(folder)
@@ -55,16 +79,6 @@ class ParityModel:
         self.vocabulary = loaded.vocabulary
         head_ids = trim_head(self._module, folder)
         self._ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
-
-    def answer(self, prompt: Tokens, count: int) -> AnsweredPrompt:
-        """Return `count` tokens, greedily."""
-        cache, fed = make_prompt_cache(self._module), prompt
-        answer: Tokens = []
-        for _ in range(count):
-            row = self._module(mx.array([fed]), cache=cache)[0, -1, : len(self._ids)]
-            fed = [int(self._ids[int(mx.argmax(row))])]
-            answer += fed
-        return AnsweredPrompt(prompt, answer)
 
     def distributions(self, texts: list[AnsweredPrompt]) -> ParityDistributions:
         """Return distributions after the prompt and after each token of the answer but the last."""

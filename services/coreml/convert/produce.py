@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ParityError, UsageError
 from protocol.jobs.convert import (
     ROUTES,
@@ -80,15 +81,13 @@ def _compare(settings: ConvertSettings, folder: Path, found: ConvertResult) -> C
     say(ConvertProgress("comparing", 0.0))
     model = open_model(folder, settings.compute_units)
     prompts = parity.fit_prompts(_prompts(settings), model.slots, settings.tokens)
+    author = Path(settings.target or settings.model)
+    if model.manifest.tokenizer_fingerprint != read_vocabulary(author).fingerprint:
+        raise ModelError(f"{settings.target!r} does not share the vocabulary of the model")
+    say(ConvertProgress("writing the answers", 0.05))
+    texts = list(parity.write_answers(author, prompts, settings.tokens))
     source = parity.ParityModel(Path(settings.model))
     target = parity.ParityModel(Path(settings.target)) if settings.target else None
-    author = target or source
-    if author.vocabulary.fingerprint != source.vocabulary.fingerprint:
-        raise ModelError(f"{settings.target!r} does not share the vocabulary of the model")
-    texts = []
-    for number, prompt in enumerate(prompts):
-        texts.append(author.answer(prompt, settings.tokens))
-        say(ConvertProgress("writing the answers", 0.3 * (number + 1) / len(prompts)))
     distributions = source.distributions(texts)
     say(ConvertProgress("comparing by tree", 0.35))
     tops = parity.candidates(model, texts)
@@ -103,6 +102,7 @@ def _compare(settings: ConvertSettings, folder: Path, found: ConvertResult) -> C
         draft = parity.acceptance(judged, size, tops)
         own = parity.acceptance(judged, size, parity.tops_of(distributions, tops[0].ids.shape[1]))
     say(ConvertProgress("compared", 1.0))
+    unit = model.executor.compute_unit
     return msgspec.structs.replace(
         found,
         passed=all(one.greedy >= settings.threshold for one in (agreed, *routes.values())),
@@ -110,8 +110,8 @@ def _compare(settings: ConvertSettings, folder: Path, found: ConvertResult) -> C
         routes=routes,
         draft=draft,
         model=own,
-        costs=measure(model, _CALLS),
-        compute_unit=model.executor.compute_unit,
+        costs=[] if unit == "reference" else measure(model, _CALLS),
+        compute_unit=unit,
     )
 
 

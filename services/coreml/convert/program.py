@@ -5,7 +5,8 @@ the slots a query attends to. So any tree of branches is a matter of masks, and 
 moves nothing.
 
 Inputs: `x` [1, width, 1, tokens] embeddings; `cos`, `sin` [1, head_dim/2, 1, tokens]; `mask_cache`
-[1, 1, tokens, slots] and `mask_new` [1, 1, tokens, tokens], 0 or `MASKED`. With states: `slot` [1],
+[1, 1, tokens, slots] and `mask_new` [1, 1, tokens, tokens], 0 or `MASKED`. For layers with a window
+also `cos_local`, `sin_local`, `mask_local` [1, 1, tokens, slots + tokens]. With states: `slot` [1],
 or `scatter` [1, 1, slots, tokens] and `keep` [1, 1, slots, 1]; without: `past_keys`, `past_values`
 [layers, kv_heads, slots, head_dim].
 
@@ -58,6 +59,14 @@ class _Past(NamedTuple):
     values: Var
 
 
+class _Sight(NamedTuple):
+    """What the queries of a layer see, and the tables of its RoPE."""
+
+    mask: Var
+    cos: Var
+    sin: Var
+
+
 def build(source: Source, plan: PackageOptions, functions: list[PackageFunction]) -> Any:
     """Build the program of one part; the first function is its default."""
     program = MilProgram()
@@ -93,6 +102,9 @@ class _Builder:
             "mask_cache": (1, 1, tokens, slots),
             "mask_new": (1, 1, tokens, tokens),
         }
+        if model.window:
+            shapes |= {"cos_local": shapes["cos"], "sin_local": shapes["sin"]}
+            shapes["mask_local"] = (1, 1, tokens, slots + tokens)
         if not self._function.stateful:
             shapes |= {"past_keys": kv_shape, "past_values": kv_shape}
         elif self._plan.state_write == "onehot":
@@ -108,14 +120,17 @@ class _Builder:
 
     def _body(self, given: dict[str, Var]) -> list[Var]:
         mask = mb.concat(values=[given["mask_cache"], given["mask_new"]], axis=3)
-        if self._model.group > 1:
-            mask = mb.concat(values=[mask] * self._model.group, axis=2, name="mask")
+        sights = [_Sight(self._by_group(mask, "mask"), given["cos"], given["sin"])]
+        if self._model.window:
+            mask = self._by_group(given["mask_local"], "mask_of_window")
+            sights.append(_Sight(mask, given["cos_local"], given["sin_local"]))
         past = self._past(given)
         x, new_keys, new_values = given["x"], [], []
         for index in range(self._plan.part.layers):
             layer = _Layer(self._source, self._plan.part.first + index, self._function.tokens)
             h = layer.norm(x, "input_layernorm", "attention_norm")
-            key, value = layer.key_value(h, given["cos"], given["sin"])
+            mask, cos, sin = sights[self._model.is_local(self._plan.part.first + index)]
+            key, value = layer.key_value(h, cos, sin)
             new_keys.append(key)
             new_values.append(value)
             if self._is_done_after(index):
@@ -123,11 +138,15 @@ class _Builder:
             rows = {"begin": [index, 0, 0, 0], "end": [index + 1, *past.keys.shape[1:]]}
             keys = mb.concat(values=[mb.slice_by_index(x=past.keys, **rows), key], axis=2)
             values = mb.concat(values=[mb.slice_by_index(x=past.values, **rows), value], axis=2)
-            queries = layer.queries(h, given["cos"], given["sin"])
+            queries = layer.queries(h, cos, sin)
             x = layer.close(x, attend(queries, keys, values, mask))
         keys = mb.concat(values=new_keys, axis=0, name="new_keys")
         values = mb.concat(values=new_values, axis=0, name="new_values")
         return self._outputs(given, past, (keys, values), x)
+
+    def _by_group(self, mask: Var, name: str) -> Var:
+        group = self._model.group
+        return mb.concat(values=[mask] * group, axis=2, name=name) if group > 1 else mask
 
     def _is_done_after(self, index: int) -> bool:
         """Return True if a prefill needs only the keys and values of this layer, the last."""
@@ -231,7 +250,7 @@ class _Layer:
     def queries(self, h: Var, cos: Var, sin: Var) -> Var:
         """Return [1, kv_heads, group * tokens, head_dim], scaled for the softmax."""
         model = self._source.architecture
-        scale = model.head_dim**-0.5
+        scale = model.score_scale
         # A power of two costs no precision inside the weights; a norm would undo it there.
         normed = f"{self._path}.self_attn.q_norm.weight" in self._source
         folded = float(np.log2(scale)).is_integer() and not normed
@@ -247,9 +266,17 @@ class _Layer:
         shape = [1, model.heads, self._tokens, model.head_dim]
         heads = mb.transpose(x=mb.reshape(x=attended, shape=shape), perm=[0, 1, 3, 2])
         flat = mb.reshape(x=heads, shape=[1, model.heads * model.head_dim, 1, self._tokens])
-        x = mb.add(x=x, y=self._dense(flat, "self_attn.o_proj", "o"))
-        h = self.norm(x, "post_attention_layernorm", "mlp_norm")
-        gate = mb.silu(x=self._dense(h, "mlp.gate_proj", "gate"))
+        added = self._dense(flat, "self_attn.o_proj", "o")
+        before = "post_attention_layernorm"
+        if model.is_gemma:
+            added = self.norm(added, before, "attended_norm")
+            before = "pre_feedforward_layernorm"
+        x = mb.add(x=x, y=added)
+        h = self.norm(x, before, "mlp_norm")
+        gate = self._dense(h, "mlp.gate_proj", "gate")
+        gate = mb.gelu(x=gate, mode="TANH_APPROXIMATION") if model.is_gemma else mb.silu(x=gate)
         up = self._dense(h, "mlp.up_proj", "up")
         down = self._dense(mb.mul(x=gate, y=up), "mlp.down_proj", "down")
+        if model.is_gemma:
+            down = self.norm(down, "post_feedforward_layernorm", "mlp_out_norm")
         return mb.add(x=x, y=down, name=f"{self._prefix}_out")

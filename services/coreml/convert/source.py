@@ -55,12 +55,15 @@ class Source:
         return self._packed[key]
 
     def embedding(self) -> Floats:
-        """Return the embedding, [vocabulary, width]."""
-        return self._weights.matrix("model.embed_tokens")
+        """Return the embedding as the first layer gets it, [vocabulary, width]."""
+        return self._weights.matrix("model.embed_tokens") * np.float32(
+            self.architecture.embedding_scale
+        )
 
     def vector(self, name: str) -> Floats:
         """Return a norm's weight."""
-        return self._weights.vector(name)
+        weight = self._weights.vector(name)
+        return weight + 1 if self.architecture.is_gemma else weight
 
     def bias(self, layer: str) -> Floats | None:
         """Return the bias of a linear layer, if it has one."""

@@ -82,6 +82,14 @@ def _softmax(i: OpInputs) -> Array:
     return weights
 
 
+def _gelu(i: OpInputs) -> Array:
+    if i.mode != "TANH_APPROXIMATION":
+        raise ModelError("the reference runtime knows gelu by its approximation with tanh only")
+    inner = np.float32((2 / np.pi) ** 0.5) * (i.x + np.float32(0.044715) * i.x**3)
+    result: Array = np.float32(0.5) * i.x * (1 + np.tanh(inner))
+    return result
+
+
 def _topk(i: OpInputs) -> tuple[Array, Array]:
     """Return the k largest in descending order, the lower index first among equals."""
     count, axis = int(i.k), int(i.axis)
@@ -154,6 +162,7 @@ OPS: dict[str, Callable[[OpInputs], Array | tuple[Array, ...]]] = {
     "concat": lambda i: np.concatenate(i.values, int(i.axis)),
     "conv": _conv,
     "exp": lambda i: np.exp(i.x),
+    "gelu": _gelu,
     "identity": lambda i: i.x,
     "matmul": _matmul,
     "maximum": lambda i: np.maximum(i.x, i.y),

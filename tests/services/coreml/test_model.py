@@ -15,7 +15,7 @@ from tests.properties import examples
 from tests.support.converted import BRANCHES, CHUNK, HEAD, SLOTS, converted_folder, converted_model
 from tests.support.reference import reference
 
-FAMILIES = ("llama", "llama3", "linear", "qwen2", "qwen3", "yarn", "quantized")
+FAMILIES = ("llama", "llama3", "linear", "qwen2", "qwen3", "yarn", "quantized", "gemma3")
 TEXT: Tokens = [int(t) for t in np.random.default_rng(1).integers(4, 280, 56)]
 ROUNDING = 0.25
 """Most that float16 may move a logit of these models, whose logits reach 10."""
