@@ -125,7 +125,7 @@ def convert(source: Path, folder: Path) -> None:
 def produce(folder: Path, module: str, *arguments: str) -> None:
     """Let a child process write `folder`, which appears only when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder.parent, folder.name)
+    remove_leftovers(folder.parent)
     with atomic_folder(folder) as new:
         try:
             run_module(module, module, *arguments, str(new))

@@ -82,12 +82,15 @@ def _nearest(blocks: Bytes, kind: GGMLQuantizationType) -> tuple[AffineRows, Dev
     scales = _half((high - low) / 255.0)
     biases = _half(low)
     steps = np.where(scales > 0, scales, 1.0)[..., None]
-    codes = np.rint((groups - biases[..., None]) / steps).clip(0, 255)
-    off = codes * scales[..., None] + biases[..., None] - groups
+    above = groups - biases[..., None]
+    codes = above / steps
+    np.rint(codes, out=codes)
+    np.clip(codes, 0, 255, out=codes)
+    off = np.subtract(codes * scales[..., None], above, out=above)
     deviation = Deviation(
-        float(np.abs(off).max(initial=0.0)),
-        float(np.square(off, dtype=np.float64).sum()),
-        float(np.square(groups, dtype=np.float64).sum()),
+        max(float(off.max(initial=0.0)), -float(off.min(initial=0.0))),
+        float(np.vdot(off, off)),
+        float(np.vdot(weights, weights)),
     )
     return AffineRows(codes.astype(np.uint8).reshape(len(blocks), -1), scales, biases), deviation
 

@@ -1,6 +1,6 @@
 """The weights of a GGUF file as one safetensors file, written in chunks by a few threads.
 
-The file's size is reserved first, so a full disk shows at once; a chunk is some millions of
+The file's size is reserved first, so a full disk shows at once; a chunk is half a million
 weights, so neither the source nor the result is ever in memory.
 """
 
@@ -32,8 +32,8 @@ from services.gguf.blocks import (
 )
 from services.gguf.file import shape_of
 
-_CHUNK = 1 << 22
-"""Weights that a thread holds as floats at a time."""
+_CHUNK = 1 << 19
+"""Weights that a thread holds as floats at a time: few enough for its cache."""
 _THREADS = 4
 
 _NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
@@ -203,7 +203,7 @@ def _collect(
 
 
 def _chunks(plans: list[Plan]) -> Iterator[tuple[Plan, int, int]]:
-    """Rows of tensors, some millions of weights at a time; what has heads goes as a whole."""
+    """Rows of tensors, half a million weights at a time; what has heads goes as a whole."""
     for plan in plans:
         columns = shape_of(plan.tensor)[-1]
         step = plan.rows if plan.heads else max(1, _CHUNK // columns)

@@ -73,7 +73,11 @@ def test_a_file_is_converted_once_and_named(home: Path) -> None:
 
 
 def test_a_broken_file_leaves_nothing(home: Path) -> None:
-    """What cannot be converted is a sentence and no folder, nor the beginning of one."""
+    """What cannot be converted is a sentence and no folder, nor the beginning of one.
+
+    Nor is that of another file left, whose conversion was killed.
+    """
+    (home / "ssd" / "gguf" / ".other.99999999.0.tmp").mkdir(parents=True)
     file = home / "broken.gguf"
     write_gguf(file, tiny_folder("llama"))
     file.write_bytes(file.read_bytes()[:-2000])
