@@ -15,6 +15,8 @@ from protocol.errors import ModelError
 Doubles = npt.NDArray[np.float64]
 
 _GEMMA = "gemma3_text"
+_GEMMA_STREAM = 2.0**-7
+"""Scale of its residual stream, which exceeds float16 (82,816 in the one of 270M parameters)."""
 KNOWN_TYPES = ("llama", "qwen2", "qwen3", "mistral", _GEMMA)
 
 
@@ -72,12 +74,17 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.query_scale or self.head_dim**-0.5
 
     @property
+    def stream_scale(self) -> float:
+        """Factor of the residual stream, all of whose readers are norms."""
+        return _GEMMA_STREAM if self.is_gemma else 1.0
+
+    @property
     def embedding_scale(self) -> float:
-        """Factor of the embedding, rounded to bfloat16 as mlx-lm does."""
+        """Factor of the embedding; a Gemma's is rounded to bfloat16, as in mlx-lm."""
         if not self.is_gemma:
             return 1.0
         bits = np.float32(self.width**0.5).view(np.uint32) + np.uint32(0x8000)
-        return float((bits & np.uint32(0xFFFF0000)).view(np.float32))
+        return self.stream_scale * float((bits & np.uint32(0xFFFF0000)).view(np.float32))
 
     @property
     def group(self) -> int:

@@ -17,9 +17,9 @@ from protocol.errors import UsageError
 from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenDifference
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
-from services.mlx.draft_weights import use_weights
+from services.kernels.cpu.equip import equip
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import load
+from services.mlx.loader import compute_unit, load
 from services.sampling.candidates import Top
 
 _TOP = 8
@@ -51,14 +51,15 @@ class ParityDistributions(NamedTuple):
 def write_answers(folder: Path, prompts: list[Tokens], count: int) -> Iterator[AnsweredPrompt]:
     """Yield a greedy answer of `count` tokens to each prompt.
 
-    Token by token, MLX on a CPU reads all weights as 32-bit floats: our kernels read them as they
-    are stored.
+    On a CPU our kernels write it, which read the weights as they are stored: any text will do that
+    is like the model's own.
     """
     loaded = load(folder, as_stored=True)
     module: Any = loaded.module
     head_ids = trim_head(module, folder)
     ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
-    use_weights(module, "float")
+    if compute_unit() == "cpu":
+        equip(module)
     for prompt in prompts:
         cache, fed = make_prompt_cache(module), prompt
         answer: Tokens = []

@@ -196,7 +196,7 @@ class _Builder:
 
     def _head(self, x: Var) -> list[Var]:
         source = self._source
-        x = rms_norm(x, source.vector("model.norm.weight"), self._model.eps, "final_norm")
+        x = rms_norm(x, *source.norm("model.norm"), "final_norm")
         rows = source.head_size
         step = -(-rows // -(-rows // HEAD_ROWS))
         parts: list[tuple[Var, ...]] = []
@@ -229,8 +229,7 @@ class _Layer:
 
     def norm(self, x: Var, layer: str, name: str) -> Var:
         """Build one of the layer's norms."""
-        weight = self._source.vector(f"{self._path}.{layer}.weight")
-        return rms_norm(x, weight, self._source.architecture.eps, f"{self._prefix}_{name}")
+        return rms_norm(x, *self._source.norm(f"{self._path}.{layer}"), f"{self._prefix}_{name}")
 
     def _heads(self, x: Var, heads: int, norm: str) -> Var:
         """Reshape [1, heads * head_dim, 1, tokens] to [heads, head_dim, 1, tokens]; normalise."""

@@ -17,6 +17,11 @@ HEAD_FILE = "draft_head.json"
 """Token ids of a trimmed head (`services/mlx/lm_head.py` reads the same file for MLX)."""
 
 
+_BEFORE_SUMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_OF_HEADS = ("q_norm", "k_norm")
+"""Norms of a Gemma that do not read its residual stream."""
+
+
 class Source:
     """The model in a folder, in the form that the builder needs."""
 
@@ -60,10 +65,16 @@ class Source:
             self.architecture.embedding_scale
         )
 
-    def vector(self, name: str) -> Floats:
-        """Return a norm's weight."""
-        weight = self._weights.vector(name)
-        return weight + 1 if self.architecture.is_gemma else weight
+    def norm(self, name: str) -> tuple[Floats, float]:
+        """Return a norm's weight and epsilon."""
+        weight, eps = self._weights.vector(f"{name}.weight"), self.architecture.eps
+        if self.architecture.is_gemma:
+            weight, scale = weight + 1, np.float32(self.architecture.stream_scale)
+            if name.endswith(_BEFORE_SUMS):
+                weight = weight * scale
+            elif not name.endswith(_OF_HEADS):
+                eps *= float(scale) ** 2
+        return weight, eps
 
     def bias(self, layer: str) -> Floats | None:
         """Return the bias of a linear layer, if it has one."""
