@@ -61,7 +61,7 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_gemma(self) -> bool:
-        """Norms of 1 + weight, also behind attention and MLP; GELU; scaled embeddings."""
+        """True for norms of 1 + weight, also behind attention and MLP, GELU, scaled embeddings."""
         return self.model_type == _GEMMA
 
     def is_local(self, layer: int) -> bool:

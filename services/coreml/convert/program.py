@@ -60,7 +60,7 @@ class _Past(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """What the queries of a layer see, and the tables of its RoPE."""
+    """The mask of a layer's queries, and the tables of its RoPE."""
 
     mask: Var
     cos: Var
