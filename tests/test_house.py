@@ -318,3 +318,21 @@ def _moves_a_file(call: ast.Call) -> bool:
         return function.attr in {"rename", "renames", "replace", "move"}
     is_path = function.attr == "replace" and len(call.args) == 1 and not call.keywords
     return is_path or function.attr == "rename"
+
+
+DATED = {
+    "launch/stack/snapshot.py", "protocol/process/orphans.py",
+    "services/gateway/dialects/base.py", "services/gateway/server_info.py",
+}  # fmt: skip
+"""Modules that show a date, or how long a process has run."""
+
+
+def test_no_decision_depends_on_the_date() -> None:
+    """The system's clock may be set at any time, by an hour or a year."""
+    found = {
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"\btime\.time\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == DATED

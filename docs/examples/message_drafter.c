@@ -120,7 +120,7 @@ static long prepare(void)
 
 int main(void)
 {
-    putchar(0x8b), named("type", "hello"), field("protocol", 3), named("role", "drafter");
+    putchar(0x8b), named("type", "hello"), field("protocol", 4), named("role", "drafter");
     field("pid", 0), named("backend", "lookup"), named("model", "");
     named("tokenizer_fingerprint", ""), field("vocabulary_size", 0);
     field("context_length", MOST - 256), named("compute_unit", "cpu");

@@ -17,12 +17,12 @@ import psutil
 from launch.settings.paths import run_base
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.files import write_atomically
-from protocol.process.orphans import kill_children, record_children
+from protocol.process.orphans import kill_children, record_children, started_at
 from protocol.transport.address import ipc_address
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"
-_CLOCK_SLACK_S = 2.0  # a correction of the system clock shifts creation times a little
+_SLACK_S = 2.0  # the boot's time is read in whole seconds
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True):
     pid: int
     """Process id of the supervisor."""
     started: float
-    """Creation time of that process: the pid alone may have been reused."""
+    """When that process started (`started_at`): the pid alone may have been reused."""
     model: str
     """Empty for a server of several models, which have separate stacks."""
     draft_model: str
@@ -100,7 +100,7 @@ class RunDir:
         settings: dict[str, Any] | None = None,
     ) -> None:
         """Publish the stack to clients; call when it is ready."""
-        started = psutil.Process(pid).create_time()
+        started = started_at(psutil.Process(pid))
         description = Description(pid, started, model, draft_model, adapter, settings or {})
         write_atomically(self.path / _DESCRIPTION, msgspec.json.encode(description))
 
@@ -137,7 +137,7 @@ class RunDir:
 
 def claim(path: Path, pid: int) -> None:
     """Record who is starting a stack in `path`, so that a sweep spares it."""
-    (path / "owner").write_text(f"{pid} {psutil.Process(pid).create_time()}", encoding="utf-8")
+    (path / "owner").write_text(f"{pid} {started_at(psutil.Process(pid))}", encoding="utf-8")
 
 
 def sweep() -> None:
@@ -157,7 +157,7 @@ def sweep() -> None:
 def _alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < _CLOCK_SLACK_S
+        same = abs(started_at(process) - started) < _SLACK_S
         return same and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -12,6 +12,7 @@ from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.messages import ModelStatus, ProcessState, ProcessStatus, Stack, StackRequest, Status
 from protocol.process.closeable import Closeable
+from protocol.process.orphans import seconds_since
 
 _ANSWER_S = 2.0
 _SETTLE_S = 0.2
@@ -88,7 +89,7 @@ class StackObserver(Closeable):
         return StackSnapshot(
             name=self._name,
             at=time.time(),
-            uptime_s=max(0.0, time.time() - self._description.started),
+            uptime_s=seconds_since(self._description.started),
             processes=processes,
             free_memory_bytes=psutil.virtual_memory().available,
             status=status,

@@ -8,6 +8,7 @@ removed.
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -18,12 +19,27 @@ _CHILDREN = "children"
 _TITLE = "ssd "
 
 
+def started_at(process: psutil.Process) -> float:
+    """Return when a process started, in seconds that no change of the system's clock shifts."""
+    return process.create_time() - _clock_origin()
+
+
+def seconds_since(started: float) -> float:
+    """Return the time since a start (`started_at`)."""
+    return max(0.0, time.time() - _clock_origin() - started)
+
+
+def _clock_origin() -> float:
+    """Return the boot's time on Linux, where creation times are counted from it."""
+    return psutil.boot_time() if psutil.LINUX else 0.0
+
+
 def record_children(folder: Path, pids: list[int]) -> None:
     """Record the processes of the stack in `folder`, with their creation times."""
     lines: list[str] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            lines.append(f"{pid} {psutil.Process(pid).create_time()}")
+            lines.append(f"{pid} {started_at(psutil.Process(pid))}")
     with contextlib.suppress(OSError):  # a full disk only disables the safety net
         write_atomically(folder / _CHILDREN, "\n".join(lines))
 
@@ -37,5 +53,5 @@ def kill_children(folder: Path) -> None:
         return
     for pid, created in noted:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if pid != os.getpid() and abs(psutil.Process(pid).create_time() - created) < 2.0:
+            if pid != os.getpid() and abs(started_at(psutil.Process(pid)) - created) < 2.0:
                 os.kill(pid, signal.SIGKILL)

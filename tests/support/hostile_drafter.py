@@ -126,7 +126,7 @@ class Hostile:
     def hello(self) -> Map:
         return {
             "type": "hello",
-            "protocol": 3,
+            "protocol": 4,
             "role": "verifier" if self.kind == "role" else "drafter",
             "pid": os.getpid(),
             "backend": "hostile",

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 
 from launch.stack.run_dir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
-from protocol.process.orphans import record_children
+from protocol.process.orphans import record_children, seconds_since, started_at
 
 NOBODY = 2**22 + 1  # above the largest pid of Linux and macOS
 
@@ -98,7 +99,7 @@ def test_folders_of_the_dead_are_swept() -> None:
 
 def test_a_pid_alone_does_not_save_a_folder() -> None:
     """A living process that was created at another time is somebody else."""
-    started = psutil.Process().create_time()
+    started = started_at(psutil.Process())
     folder = stack("reused", f"{os.getpid()} {started - 100.0}")
     sweep()
     assert not folder.exists()
@@ -110,6 +111,21 @@ def test_folders_of_the_living_are_spared() -> None:
     claim(folder, os.getpid())
     sweep()
     assert (folder / "verifier.log").exists()
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="creation times are absolute elsewhere")
+def test_a_clock_that_is_set_ends_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour: its folder stays, clients find it, and it has run for no longer."""
+    folder = stack("alive", "")
+    claim(folder, os.getpid())
+    RunDir("alive").describe(os.getpid(), "target", "draft")
+    booted, now = psutil.boot_time(), time.time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600.0)
+    monkeypatch.setattr(time, "time", lambda: now + 3600.0)
+    sweep()
+    described = RunDir("alive").running()
+    assert described is not None
+    assert seconds_since(described.started) < now - psutil.Process().create_time() + 3605.0
 
 
 @pytest.mark.parametrize("owner", ["", "7", "x y", "-1 0.0", "1 2 3", "7 yesterday"])
@@ -149,7 +165,7 @@ def test_a_described_stack_is_running() -> None:
     run_dir.create()
     assert run_dir.running() is None
     run_dir.describe(os.getpid(), "target", "draft")
-    expected = Description(os.getpid(), psutil.Process().create_time(), "target", "draft")
+    expected = Description(os.getpid(), started_at(psutil.Process()), "target", "draft")
     assert expected == RunDir("x").running()
     run_dir.remove()
     assert run_dir.running() is None
