@@ -212,6 +212,9 @@ class HttpConnection(H11Protocol):
             self._timer = None
 
     def _give_up(self, why: str) -> None:
+        if self._sent and not self.is_unread:  # it came in time, and waits to be parsed
+            self._time(_HEAD_S, why)
+            return
         _log.info("connection closed: %s", why)
         self._stop_timer()
         self.transport.abort()

@@ -135,6 +135,23 @@ def test_half_a_request_is_not_waited_for(
     assert [transport_of(one).closed for one in (answered, half)] == ["", "aborted"]
 
 
+def test_what_has_come_is_not_late(
+    make: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it waits to be parsed beside others."""
+    monkeypatch.setattr(connections, "_HEAD_S", 0.0)
+    monkeypatch.setattr(connections, "_SLICE", 1)
+
+    async def deliver() -> HttpConnection:
+        connection = make()
+        connection.data_received(HEAD + b"content-length: 0\r\n\r\n")
+        while connection._sent:
+            await asyncio.sleep(0)
+        return connection
+
+    assert transport_of(loop.run_until_complete(deliver())).closed == ""
+
+
 @pytest.fixture
 def unread(
     make: Make, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
