@@ -38,6 +38,7 @@ MAX_ANSWERS = 128
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+_TEMPLATE_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +344,8 @@ class TaskPlanner:
     def _template_options(self, task: Task, *, thinks: bool) -> dict[str, Any]:
         """Return the variables of the chat template, including those about thinking."""
         check_free_form(task.template_options, "chat_template_kwargs")
+        if taken := _TEMPLATE_ARGUMENTS & task.template_options.keys():
+            raise refuse_value("chat_template_kwargs", f"the server itself sets {min(taken)!r}")
         options = dict(task.template_options)
         thinking = task.thinking
         constrained = task.must_call or task.schema is not None

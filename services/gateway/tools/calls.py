@@ -87,7 +87,11 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
         }
         for number, function in enumerate(functions)
     ]
-    return {"anyOf": kinds}
+    return {"anyOf": kinds, "x-guidance": _LENIENT}
+
+
+_LENIENT = {"lenient": True, "coerce_one_of": True}
+"""What a grammar cannot express is not enforced: a client checks its tools' arguments itself."""
 
 
 def _move_refs(schema: Any, root: str) -> Any:
@@ -113,7 +117,7 @@ def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
     if any(parameters.get(way) for way in ways):
         closed: dict[str, Any] = close_objects(parameters)
-        return closed
+        return {**closed, "type": "object"}
     return {"type": "object", "properties": {}, "additionalProperties": False}
 
 

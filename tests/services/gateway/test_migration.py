@@ -169,6 +169,9 @@ def test_what_would_change_the_answer_is_not_dropped(server: Server) -> None:
     options = server.ask(MESSAGES, output_format=form).sampling.logits_options
     assert options is not None
     assert '"a"' in options.grammar
+    for name in ("messages", "tools", "add_generation_prompt"):
+        response = server.post(CHAT, {"chat_template_kwargs": {name: []}})
+        assert (response.status, f"itself sets '{name}'" in response.text) == (400, True)
     for field in ("conversation", "prompt"):
         response = server.post(RESPONSES, {field: {"id": "x_1"}})
         assert (response.status, field in response.text) == (400, True)

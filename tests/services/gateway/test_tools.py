@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from protocol.decoding.grammar import Grammar, check_grammar
+from protocol.errors import UsageError
 from protocol.messages import ChatMessage
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import (
@@ -372,6 +373,24 @@ def test_references_in_parameters_hold(tmp_path: Path) -> None:
         text = f'<tool_call>\n{{"name": "b", "arguments": {{"next": {{"kind": "{kind}"'
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
         assert all(state.advance(token) for token in tokens) is fits
+
+
+def test_arguments_are_an_object_whatever_a_schema_says() -> None:
+    """Keywords that a grammar cannot express are not enforced; types that exclude it are."""
+    one = {"type": "object", "properties": {"a": {"type": "string"}}}
+    same: dict[str, Any] = {"type": "array", "uniqueItems": True}
+    for schema in (
+        {"anyOf": [one, {"type": "integer"}]},
+        {**one, "not": {"required": ["b"]}},
+        {**one, "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"type": ["object", "null"], "properties": {"a": same}},
+        {"oneOf": [one, {**one, "maxProperties": 1}]},
+    ):
+        grammar = call_grammar([ToolFunction(name="f", parameters=schema)])
+        check_grammar(grammar)
+        assert '"type": "object"' in grammar
+    with pytest.raises(UsageError, match="arguments"):
+        check_grammar(call_grammar([ToolFunction(name="f", parameters={"enum": ["text"]})]))
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
