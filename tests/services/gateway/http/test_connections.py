@@ -234,6 +234,26 @@ def test_connections_take_turns(make: Make, loop: asyncio.AbstractEventLoop) -> 
     assert lengths[-1] == (20_000, 20_000)
 
 
+def test_who_leaves_before_its_turn_is_not_answered(
+    make: Make, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Its end is read at once, while more data has to wait."""
+    gone, other = make(), make()
+
+    async def deliver() -> None:
+        other.data_received(HEAD)
+        gone.data_received(HEAD + b"content-length: 0\r\n\r\n")
+        assert not gone.flow.read_paused
+        other.data_received(b"content-length: 0\r\n\r\n")
+        assert other.flow.read_paused
+        transport_of(gone).close()  # as asyncio does at the end
+        while gone._sent or other._sent:
+            await asyncio.sleep(0)
+
+    loop.run_until_complete(deliver())
+    assert (gone.is_answered, other.is_answered) == (False, True)
+
+
 def test_there_are_fewer_connections_than_descriptors() -> None:
     """Each has a request that takes descriptors of its own."""
     for descriptors in (0, 256, 1024, 10_240, 2**20):
