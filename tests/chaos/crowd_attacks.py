@@ -264,6 +264,24 @@ def health(scene: Scene) -> Counter[int]:
     return statuses
 
 
+def leavers(scene: Scene) -> Counter[int]:
+    """Requests for 128 answers whose clients leave at once."""
+    body = chat("Tell me all.", n=128, max_tokens=400, stream=True)
+    end = time.monotonic() + scene.seconds
+
+    def ask() -> None:
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError), scene.unread(body):
+                pass
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Counter()
+
+
 def helpers(scene: Scene) -> Counter[int]:
     """Helper processes are killed and stopped while requests need them."""
     end = time.monotonic() + scene.seconds
@@ -313,6 +331,7 @@ ATTACKS: dict[str, Attack] = {
     "1,100 idle connections": idle_connections,
     "1,100 bodies that do not end": half_bodies,
     "2,500 questions for the health": health,
+    "clients that leave at once": leavers,
     "helpers killed and stopped": helpers,
     "all processes stopped for 15 s": lid,
 }
