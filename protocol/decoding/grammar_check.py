@@ -94,7 +94,11 @@ class GrammarChecker(Closeable):
     def _ask(self, grammar: str) -> str:
         is_to_blame = False
         for _ in range(_ATTEMPTS):
-            process = self._start()
+            try:
+                process = self._start()
+            except ServiceLost as error:
+                _log.warning("%s", error)
+                continue
             try:
                 reason = _exchange(process, grammar, self._deadline_s)
             except (RuntimeFailure, OSError, ValueError):
@@ -123,10 +127,12 @@ class GrammarChecker(Closeable):
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
-            ready = _read_line(self._process, _START_S)
+            ready = _read_greeting(self._process)
         except (RuntimeFailure, OSError) as error:
             self._end()
-            raise RuntimeFailure("the process that checks grammars cannot start") from error
+            if self._closed:
+                raise RuntimeFailure("grammars are not checked any more") from error
+            raise ServiceLost("the process that checks grammars was ended at its start") from error
         if ready != "":
             self._end()
             raise RuntimeFailure(f"the process that checks grammars does not start: {ready}")
@@ -148,6 +154,19 @@ class GrammarChecker(Closeable):
             self._process.kill()  # wakes the thread that waits for it
         with self._turn:
             self._end()
+
+
+def _read_greeting(process: subprocess.Popen[bytes]) -> str | None:
+    """Return what a started process says first; None if it says nothing for too long.
+
+    Raises:
+        RuntimeFailure: the process has ended, or is stopped.
+    """
+    assert process.stdout is not None  # noqa: S101  # it was started with pipes
+    speaks = partial(readable, process.stdout.fileno())
+    if not await_helper(process.pid, speaks, Deadline(_START_S), lambda: False):
+        return None
+    return _read_line(process, _START_S)
 
 
 def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:

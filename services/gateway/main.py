@@ -10,7 +10,7 @@ import uvicorn
 from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
 from protocol.process.child import raise_descriptor_limit, run_child
-from protocol.process.heap import freeze_heap
+from protocol.process.heap import collect_rarely, freeze_heap
 from protocol.process.step_times import StepTimes
 from services.gateway.app import Gateway
 from services.gateway.http.connections import HttpConnection, count_connections
@@ -38,6 +38,7 @@ def run(settings: GatewaySettings) -> None:
     )
     HttpConnection.most = count_connections(raise_descriptor_limit())
     freeze_heap()
+    collect_rarely()
     listener = ListeningSocket(fileno=settings.listener)
     with listener, asyncio.Runner(loop_factory=partial(AwakeLoop, steps)) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _log = logging.getLogger(__name__)
 
-_MOST_CONNECTIONS = 4000
+_MOST_CONNECTIONS = 2000
 _OTHERS = 256
 """File descriptors for everything else."""
 _HEAD_S = 10.0

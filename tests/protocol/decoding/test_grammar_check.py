@@ -1,6 +1,8 @@
 """Grammars are checked where they can do no harm, before any model sees them."""
 
+import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -235,3 +237,18 @@ def test_the_process_starts_before_the_first_grammar(folder: Path) -> None:
     checker.close()
     checker.prepare()
     assert checker._process is None
+
+
+def test_a_process_that_is_ended_at_its_start_is_started_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Once; then the request may be tried later, and the grammar is not to blame."""
+    checker = GrammarChecker(str(folder))
+    once = f"mkdir {tmp_path}/once 2>/dev/null && kill -9 $$; exec {shlex.join(checker._command)}"
+    checker._command = ["sh", "-c", once]
+    with contextlib.closing(checker):
+        checker.check(PERSON)
+        checker._end()
+        checker._command = ["sh", "-c", "kill -9 $$"]
+        with pytest.raises(ServiceLost, match="try again"):
+            checker.check("start: /other/")
