@@ -17,7 +17,7 @@ import psutil
 from launch.settings.paths import run_base
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.files import write_atomically
-from protocol.process.orphans import kill_children, record_children, started_at
+from protocol.process.orphans import kill_children, read_start_time, record_children
 from protocol.transport.address import ipc_address
 
 DEFAULT_NAME = "default"
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True):
     pid: int
     """Process id of the supervisor."""
     started: float
-    """When that process started (`started_at`): the pid alone may have been reused."""
+    """When that process started (`read_start_time`): the pid alone may have been reused."""
     model: str
     """Empty for a server of several models, which have separate stacks."""
     draft_model: str
@@ -100,7 +100,7 @@ class RunDir:
         settings: dict[str, Any] | None = None,
     ) -> None:
         """Publish the stack to clients; call when it is ready."""
-        started = started_at(psutil.Process(pid))
+        started = read_start_time(psutil.Process(pid))
         description = Description(pid, started, model, draft_model, adapter, settings or {})
         write_atomically(self.path / _DESCRIPTION, msgspec.json.encode(description))
 
@@ -137,7 +137,7 @@ class RunDir:
 
 def claim(path: Path, pid: int) -> None:
     """Record who is starting a stack in `path`, so that a sweep spares it."""
-    (path / "owner").write_text(f"{pid} {started_at(psutil.Process(pid))}", encoding="utf-8")
+    (path / "owner").write_text(f"{pid} {read_start_time(psutil.Process(pid))}", encoding="utf-8")
 
 
 def sweep() -> None:
@@ -157,7 +157,7 @@ def sweep() -> None:
 def _alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
-        same = abs(started_at(process) - started) < _SLACK_S
+        same = abs(read_start_time(process) - started) < _SLACK_S
         return same and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

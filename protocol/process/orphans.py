@@ -19,13 +19,13 @@ _CHILDREN = "children"
 _TITLE = "ssd "
 
 
-def started_at(process: psutil.Process) -> float:
+def read_start_time(process: psutil.Process) -> float:
     """Return when a process started, in seconds that no change of the system's clock shifts."""
     return process.create_time() - _clock_origin()
 
 
 def seconds_since(started: float) -> float:
-    """Return the time since a start (`started_at`)."""
+    """Return the time since a start (`read_start_time`)."""
     return max(0.0, time.time() - _clock_origin() - started)
 
 
@@ -39,7 +39,7 @@ def record_children(folder: Path, pids: list[int]) -> None:
     lines: list[str] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            lines.append(f"{pid} {started_at(psutil.Process(pid))}")
+            lines.append(f"{pid} {read_start_time(psutil.Process(pid))}")
     with contextlib.suppress(OSError):  # a full disk only disables the safety net
         write_atomically(folder / _CHILDREN, "\n".join(lines))
 
@@ -53,5 +53,5 @@ def kill_children(folder: Path) -> None:
         return
     for pid, created in noted:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if pid != os.getpid() and abs(started_at(psutil.Process(pid)) - created) < 2.0:
+            if pid != os.getpid() and abs(read_start_time(psutil.Process(pid)) - created) < 2.0:
                 os.kill(pid, signal.SIGKILL)

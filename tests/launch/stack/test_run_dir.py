@@ -13,7 +13,7 @@ import pytest
 
 from launch.stack.run_dir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
-from protocol.process.orphans import record_children, seconds_since, started_at
+from protocol.process.orphans import read_start_time, record_children, seconds_since
 
 NOBODY = 2**22 + 1  # above the largest pid of Linux and macOS
 
@@ -99,7 +99,7 @@ def test_folders_of_the_dead_are_swept() -> None:
 
 def test_a_pid_alone_does_not_save_a_folder() -> None:
     """A living process that was created at another time is somebody else."""
-    started = started_at(psutil.Process())
+    started = read_start_time(psutil.Process())
     folder = stack("reused", f"{os.getpid()} {started - 100.0}")
     sweep()
     assert not folder.exists()
@@ -165,7 +165,7 @@ def test_a_described_stack_is_running() -> None:
     run_dir.create()
     assert run_dir.running() is None
     run_dir.describe(os.getpid(), "target", "draft")
-    expected = Description(os.getpid(), started_at(psutil.Process()), "target", "draft")
+    expected = Description(os.getpid(), read_start_time(psutil.Process()), "target", "draft")
     assert expected == RunDir("x").running()
     run_dir.remove()
     assert run_dir.running() is None
