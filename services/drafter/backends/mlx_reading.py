@@ -55,7 +55,7 @@ def read_target(folder: Path, dtype: mx.Dtype) -> DrafterReading:
 
 @dataclass
 class _ReadingTrunk(Trunk):
-    known: Tokens = field(default_factory=list)
+    sequence: Tokens = field(default_factory=list)
     """All committed tokens; the KV may hold fewer."""
     settled: int = 0
     """How many of them have their final keys and values."""
@@ -67,7 +67,7 @@ class _ReadingTrunk(Trunk):
         best: tuple[int, Rows] | None = None
         for first, rows in self.blocks:
             start = max(first, self.settled)
-            stop = min(first + len(rows), len(self.known))
+            stop = min(first + len(rows), len(self.sequence))
             if start < stop and (best is None or start < best[0]):
                 best = start, rows[start - first : stop - first]
         return best
@@ -102,7 +102,7 @@ class ReadingBackend(MlxBackend):
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Compute nothing: the target's states are on their way."""
         store = self._new_store()
-        opened = _ReadingTrunk(store, drafter_sampling(sampling), known=list(tokens))
+        opened = _ReadingTrunk(store, drafter_sampling(sampling), sequence=list(tokens))
         opened.committed = len(tokens)
         if sampling.logits_options is not None:
             opened.processor = LogitsProcessor(
@@ -113,17 +113,17 @@ class ReadingBackend(MlxBackend):
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
         """Keep the states until the KV is updated."""
-        known = self._sequences.get(sequence)
-        if isinstance(known, _ReadingTrunk):
-            known.blocks.append((first, rows))
+        trunk = self._sequences.get(sequence)
+        if isinstance(trunk, _ReadingTrunk):
+            trunk.blocks.append((first, rows))
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Record the committed tokens."""
-        known = self._reading(sequence)
-        check_rewind(known.committed, base)
-        known.known[base:] = tokens
-        known.committed = len(known.known)
-        known.settled = min(known.settled, base)
+        trunk = self._reading(sequence)
+        check_rewind(trunk.committed, base)
+        trunk.sequence[base:] = tokens
+        trunk.committed = len(trunk.sequence)
+        trunk.settled = min(trunk.settled, base)
 
     def prepare_tree(
         self,
@@ -156,43 +156,43 @@ class ReadingBackend(MlxBackend):
         self._sequences.pop(sequence, None)
 
     def _reading(self, sequence: int) -> _ReadingTrunk:
-        known = self._sequences[sequence]
-        if not isinstance(known, _ReadingTrunk):
+        trunk = self._sequences[sequence]
+        if not isinstance(trunk, _ReadingTrunk):
             raise TypeError(f"sequence {sequence} does not belong to this backend")
-        return known
+        return trunk
 
     def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
         """Return the KV rows of tokens from position `first` on, made from their states."""
         rows: list[tuple[mx.array, mx.array]] = self._reader.rows(self._model, states, first)
         return rows
 
-    def _settle(self, known: _ReadingTrunk) -> Generator[None]:
+    def _settle(self, trunk: _ReadingTrunk) -> Generator[None]:
         """Make the trunk start with all committed tokens, from the target's states if possible."""
-        while known.settled < len(known.known):
-            block = known.next_block()
-            stop = len(known.known) if block is None else block[0]
-            yield from self._read_alone(known, known.known[:stop])
+        while trunk.settled < len(trunk.sequence):
+            block = trunk.next_block()
+            stop = len(trunk.sequence) if block is None else block[0]
+            yield from self._read_alone(trunk, trunk.sequence[:stop])
             if block is None:
                 break
-            self._write(known, *block)
-        known.drop_settled()
+            self._write(trunk, *block)
+        trunk.drop_settled()
 
-    def _read_alone(self, known: _ReadingTrunk, tokens: Tokens) -> Generator[None]:
+    def _read_alone(self, trunk: _ReadingTrunk, tokens: Tokens) -> Generator[None]:
         """Make the trunk start with these tokens; the drafter computes missing ones."""
-        start = common_prefix_length(known.tokens, tokens)
+        start = common_prefix_length(trunk.tokens, tokens)
         while start < len(tokens):
-            yield from self._feed(known, start, tokens[start : start + self._step], rows=0)
+            yield from self._feed(trunk, start, tokens[start : start + self._step], rows=0)
             start += self._step
 
-    def _write(self, known: _ReadingTrunk, first: int, rows: Rows) -> None:
+    def _write(self, trunk: _ReadingTrunk, first: int, rows: Rows) -> None:
         """Write keys and values made from these states into the trunk's slots from `first` on."""
         states = mx.array(rows)[None].astype(self._dtype)
         stop = first + len(rows)
-        if known.tree is not None:
-            known.tree.lost = max(known.tree.lost, stop)
-        known.cut(first)
-        known.store.write(first, self._make_rows(states, first))
-        known.tokens += known.known[first:stop]
-        if known.processor is not None:
-            known.processor.extend(known.known[first:stop])
-        known.settled = stop
+        if trunk.tree is not None:
+            trunk.tree.lost = max(trunk.tree.lost, stop)
+        trunk.cut(first)
+        trunk.store.write(first, self._make_rows(states, first))
+        trunk.tokens += trunk.sequence[first:stop]
+        if trunk.processor is not None:
+            trunk.processor.extend(trunk.sequence[first:stop])
+        trunk.settled = stop

@@ -115,19 +115,19 @@ class SelfFeedingBackend(ReadingBackend):
     def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
         return self._model.rows(states, first)
 
-    def _append(self, known: Trunk, tokens: Tokens, width: int) -> None:
+    def _append(self, trunk: Trunk, tokens: Tokens, width: int) -> None:
         """Append tokens one by one, since each needs the output of the one before."""
         if not width:
-            super()._append(known, tokens, width)
+            super()._append(trunk, tokens, width)
             return
         for token in tokens:
-            super()._append(known, [token], width)
+            super()._append(trunk, [token], width)
 
-    def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
+    def _inputs(self, trunk: Trunk) -> Callable[[], mx.array]:
         """Return the additions to the fed tokens; see `MlxBackend`."""
-        if not isinstance(known.store, KVStore):
+        if not isinstance(trunk.store, KVStore):
             raise TypeError("the trunk does not belong to this backend")
-        return self._model.inputs_of(known.store)
+        return self._model.inputs_of(trunk.store)
 
 
 class _Body:

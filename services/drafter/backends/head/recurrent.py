@@ -109,7 +109,7 @@ class _CachedHead(nn.Module):
 
 @dataclass
 class _HeadTrunk(Trunk):
-    known: Tokens = field(default_factory=list)
+    sequence: Tokens = field(default_factory=list)
     """All committed tokens of the sequence."""
     states: StateRun = field(default_factory=lambda: StateRun(WINDOW))
     first: int = -1
@@ -162,25 +162,25 @@ class RecurrentBackend(MlxBackend):
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Compute nothing: the target's states are on their way."""
-        opened = _HeadTrunk(self._new_store(), drafter_sampling(sampling), known=list(tokens))
+        opened = _HeadTrunk(self._new_store(), drafter_sampling(sampling), sequence=list(tokens))
         opened.options = sampling.logits_options
         self._sequences[sequence] = opened
         yield from ()
 
     def read(self, sequence: int, first: int, rows: Rows) -> None:
         """Keep the states until the next draft; drop those that another drafter requested."""
-        known = self._sequences.get(sequence)
-        if isinstance(known, _HeadTrunk) and rows.shape[1] == self._sent:
-            known.states.add(first, rows)
+        trunk = self._sequences.get(sequence)
+        if isinstance(trunk, _HeadTrunk) and rows.shape[1] == self._sent:
+            trunk.states.add(first, rows)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Record the committed tokens."""
-        known = self._own(sequence)
-        check_rewind(len(known.known), base)
-        if base < len(known.known):
-            known.states.trim(base)
-            known.settled = min(known.settled, max(0, base - known.first))
-        known.known[base:] = tokens
+        trunk = self._own(sequence)
+        check_rewind(len(trunk.sequence), base)
+        if base < len(trunk.sequence):
+            trunk.states.trim(base)
+            trunk.settled = min(trunk.settled, max(0, base - trunk.first))
+        trunk.sequence[base:] = tokens
 
     def prepare_tree(
         self,
@@ -213,73 +213,75 @@ class RecurrentBackend(MlxBackend):
         self._sequences.pop(sequence, None)
 
     def _own(self, sequence: int) -> _HeadTrunk:
-        known = self._sequences[sequence]
-        if not isinstance(known, _HeadTrunk):
+        trunk = self._sequences[sequence]
+        if not isinstance(trunk, _HeadTrunk):
             raise TypeError(f"sequence {sequence} does not belong to this backend")
-        return known
+        return trunk
 
     # ------------------------------------------------------------ start of the trunk
 
-    def _begin(self, known: _HeadTrunk, options: RoundOptions) -> RoundOptions:
+    def _begin(self, trunk: _HeadTrunk, options: RoundOptions) -> RoundOptions:
         """Choose the trunk's first row; return the options with positions counted from there."""
-        last = len(known.known) - 1
-        states = known.states
+        last = len(trunk.sequence) - 1
+        states = trunk.states
         end = states.end if states.first <= last else 0  # else they are of tokens to come
         useful = last < end + _MOST_ALONE if end else False
         best = states.first if useful else last
-        there = self._count_rows(known)
-        misplaced = useful and not known.first <= best <= known.first + there
-        alone = last - known.first - max(there, end - known.first)
-        if known.first < 0 or misplaced or alone > _MOST_ALONE:
-            self._restart(known, best)
-        known.committed = last - known.first
-        return options._replace(shift=options.shift + known.first + 1)
+        there = self._count_rows(trunk)
+        misplaced = useful and not trunk.first <= best <= trunk.first + there
+        alone = last - trunk.first - max(there, end - trunk.first)
+        if trunk.first < 0 or misplaced or alone > _MOST_ALONE:
+            self._restart(trunk, best)
+        trunk.committed = last - trunk.first
+        return options._replace(shift=options.shift + trunk.first + 1)
 
     @staticmethod
-    def _count_rows(known: _HeadTrunk) -> int:
+    def _count_rows(trunk: _HeadTrunk) -> int:
         """Return the number of trunk rows whose tokens are committed."""
-        old = min(known.committed, len(known.tokens), max(0, len(known.known) - known.first - 1))
-        return old + common_prefix_length(known.tokens[old:], known.known[known.first + 1 + old :])
+        old = min(trunk.committed, len(trunk.tokens), max(0, len(trunk.sequence) - trunk.first - 1))
+        return old + common_prefix_length(
+            trunk.tokens[old:], trunk.sequence[trunk.first + 1 + old :]
+        )
 
-    def _restart(self, known: _HeadTrunk, first: int) -> None:
-        known.store = self._new_store()
-        known.tokens, known.tops, known.tree = [], {}, None
-        known.first, known.settled = first, 0
-        if known.options is not None:
-            begins = max(0, known.options.answer_from - first - 1)
-            shifted = replace(known.options, answer_from=begins)
-            known.processor = LogitsProcessor(shifted, self._folder, [], self._head_ids)
+    def _restart(self, trunk: _HeadTrunk, first: int) -> None:
+        trunk.store = self._new_store()
+        trunk.tokens, trunk.tops, trunk.tree = [], {}, None
+        trunk.first, trunk.settled = first, 0
+        if trunk.options is not None:
+            begins = max(0, trunk.options.answer_from - first - 1)
+            shifted = replace(trunk.options, answer_from=begins)
+            trunk.processor = LogitsProcessor(shifted, self._folder, [], self._head_ids)
 
     # ------------------------------------------------------------ the trunk
 
     def _feed(
-        self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
+        self, trunk: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
         """Feed tokens like `MlxBackend`; rows whose states have arrived are recomputed."""
-        if not isinstance(known, _HeadTrunk):
+        if not isinstance(trunk, _HeadTrunk):
             raise TypeError("the trunk does not belong to this backend")
-        wanted = known.known[known.first + 1 :] + tokens
-        start = min(known.settled, known.committed, len(known.tokens))
-        keep = start + common_prefix_length(known.tokens[start:], wanted[start:])
-        keep = self._adopt(known, wanted, keep, len(wanted) - rows, width)
-        known.settled = min(known.settled, keep)
+        wanted = trunk.sequence[trunk.first + 1 :] + tokens
+        start = min(trunk.settled, trunk.committed, len(trunk.tokens))
+        keep = start + common_prefix_length(trunk.tokens[start:], wanted[start:])
+        keep = self._adopt(trunk, wanted, keep, len(wanted) - rows, width)
+        trunk.settled = min(trunk.settled, keep)
         begin = keep
-        if known.settled < known.states.end - known.first:
-            begin = min(keep, max(known.settled, known.states.first - known.first))
+        if trunk.settled < trunk.states.end - trunk.first:
+            begin = min(keep, max(trunk.settled, trunk.states.first - trunk.first))
         for position in range(len(wanted) - rows, begin):
-            top = known.tops.get(position)
+            top = trunk.tops.get(position)
             if top is None or top.ids.shape[1] < min(width, self._head_size):
                 begin = position
                 break
         if begin < len(wanted):
             yield from self._fill(
-                known, wanted, begin, keep, first_row=len(wanted) - rows, width=width
+                trunk, wanted, begin, keep, first_row=len(wanted) - rows, width=width
             )
         del base
 
     def _fill(
         self,
-        known: _HeadTrunk,
+        trunk: _HeadTrunk,
         wanted: Tokens,
         begin: int,
         keep: int,
@@ -288,8 +290,8 @@ class RecurrentBackend(MlxBackend):
         width: int,
     ) -> Generator[None]:
         """Compute the rows from `begin` on; those before `keep` come from other states."""
-        states, covered = self._states(known, begin, keep), self._count_covered(known, begin)
-        known.cut(begin)
+        states, covered = self._states(trunk, begin, keep), self._count_covered(trunk, begin)
+        trunk.cut(begin)
         at = begin
         while at < len(wanted):
             given = begin + states.shape[1] - at
@@ -298,35 +300,35 @@ class RecurrentBackend(MlxBackend):
                 stop = first_row
             if given > 0 or at == 0:
                 part = states[:, at - begin : stop - begin]
-                known.inputs = (
+                trunk.inputs = (
                     part if given > 0 else mx.zeros((1, 1, self._head.width), self._dtype)
                 )
-            self._append(known, wanted[at:stop], width if at >= first_row else 0)
+            self._append(trunk, wanted[at:stop], width if at >= first_row else 0)
             if stop < first_row:
                 yield
             at = stop
-        known.settled = (
-            min(covered, len(known.tokens)) if covered > begin else min(known.settled, begin)
+        trunk.settled = (
+            min(covered, len(trunk.tokens)) if covered > begin else min(trunk.settled, begin)
         )
 
     @staticmethod
-    def _count_covered(known: _HeadTrunk, begin: int) -> int:
+    def _count_covered(trunk: _HeadTrunk, begin: int) -> int:
         """Return the end of the states that arrived from `begin` on; `begin` itself if none did."""
-        covers = known.states.covers(known.first + begin)
-        return known.states.end - known.first if covers else begin
+        covers = trunk.states.covers(trunk.first + begin)
+        return trunk.states.end - trunk.first if covers else begin
 
-    def _states(self, known: _HeadTrunk, begin: int, keep: int) -> mx.array:
+    def _states(self, trunk: _HeadTrunk, begin: int, keep: int) -> mx.array:
         """Return [1, rows, width] for all rows from `begin` on that have states.
 
         They are the target's if they arrived, otherwise those the row was computed from before.
         """
-        end = self._count_covered(known, begin)
+        end = self._count_covered(trunk, begin)
         parts = []
         if begin < end:
-            sent = known.states.at(known.first + begin, known.first + end)
+            sent = trunk.states.at(trunk.first + begin, trunk.first + end)
             raw = mx.array(sent)[None].astype(self._dtype)
             parts.append(raw if self._request.projection else self._head.project(raw))
-        before = known.store.caches[1].values
+        before = trunk.store.caches[1].values
         if end < keep and before is not None:
             parts.append(before[:, 0, end:keep])
         if not parts:
@@ -335,24 +337,24 @@ class RecurrentBackend(MlxBackend):
 
     # ------------------------------------------------------------ the head
 
-    def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
+    def _inputs(self, trunk: Trunk) -> Callable[[], mx.array]:
         """Return the states of the rows that are fed."""
-        if not isinstance(known, _HeadTrunk) or not isinstance(known.store, KVStore):
+        if not isinstance(trunk, _HeadTrunk) or not isinstance(trunk.store, KVStore):
             raise TypeError("the trunk does not belong to this backend")
-        given, known.inputs = known.inputs, None
+        given, trunk.inputs = trunk.inputs, None
         if given is not None:
             return lambda: given
-        return partial(self._stand_ins, known, known.store)
+        return partial(self._stand_ins, trunk, trunk.store)
 
-    def _stand_ins(self, known: _HeadTrunk, store: KVStore) -> mx.array:
+    def _stand_ins(self, trunk: _HeadTrunk, store: KVStore) -> mx.array:
         """Return [1, rows, width] for rows without given states.
 
         They are the target's at the pending token's row, otherwise the output of the row before;
         zeros if there is none.
         """
         positions = store.frame.positions[store.frame.start :]
-        if len(positions) == 1 and known.states.covers(known.first + int(positions[0])):
-            return self._states(known, int(positions[0]), 0)[:, :1]
+        if len(positions) == 1 and trunk.states.covers(trunk.first + int(positions[0])):
+            return self._states(trunk, int(positions[0]), 0)[:, :1]
         given = store.caches[1].keys
         if given is None or not store.frame.start:
             return mx.zeros((1, len(positions), self._head.width), self._dtype)
