@@ -39,7 +39,7 @@ def test_nothing_is_said_of_what_is_not_known(tok_s: float, weights: int, reads:
 
 
 def test_weights_count_as_the_device_holds_them(tmp_path: Path) -> None:
-    """Four bytes a parameter on a CPU; a folder without a model counts nothing."""
+    """A folder without a model counts nothing."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", seed=1)
     on_cpu, elsewhere = (read_weight_bytes(str(folder), device) for device in ("cpu", "metal"))
     assert on_cpu > 0
