@@ -115,9 +115,10 @@ def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
         if is_part
         else find_rewinding(module, bucketed=bucketed, whole=by_kernel)
     )
-    # Attention by our kernels from the first pass on, so that later ones have the same bits.
-    with contextlib.suppress(ModelError):
-        enable_packing(module)
+    if not is_part:  # in a pipeline of ranks, attention must stay in the graph
+        # Attention by our kernels from the first pass on, so that later ones have the same bits.
+        with contextlib.suppress(ModelError):
+            enable_packing(module)
     return TargetModel(
         verify=module,
         prefill=fill_only(module),
