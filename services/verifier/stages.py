@@ -26,7 +26,8 @@ class VerifierStages:
     """
 
     def __init__(self, verifier: Verifier, identity: Identity, kernels: MetalKernels) -> None:
-        self._verifier, self._identity, self._kernels = verifier, identity, kernels
+        self._verifier, self._identity = verifier, identity
+        self._kernels: MetalKernels = kernels
 
     def list(self, folder: Path, *, is_whole: bool, prelaunches: bool) -> Iterator[Stage]:
         """Yield the stages.

@@ -1,6 +1,6 @@
 """Enable the optimisations for few rows of a model on CUDA."""
 
-import mlx.nn as nn
+from typing import Any
 
 from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda.blocks import use_blocks
@@ -8,7 +8,7 @@ from services.mlx.cuda.choice import use_products
 from services.runtime.preparation import Steps
 
 
-def equip_for_cuda(model: nn.Module) -> Steps[list[KernelProbe]]:
+def equip_for_cuda(model: Any) -> Steps[list[KernelProbe]]:
     """Let traces use our kernels where that pays, in a model whose products are joined.
 
     Returns:
