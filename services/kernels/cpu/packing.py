@@ -112,6 +112,7 @@ def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
     source = SourceStruct(*pointers, *[None] * (3 - len(pointers)), weights.bits)
     shared = matrix.scales == _FLOAT and matrix.group == _SHARING_GROUP
     shared = shared and matrix.inputs % _SHARED_INPUTS == 0
+    memory = None
     for scales in [_SHARED, matrix.scales] if shared else [matrix.scales]:
         matrix.scales = scales
         memory = _allocate(count_bytes(matrix))
