@@ -307,7 +307,7 @@ def test_a_cpu_is_given_what_it_can_decode() -> None:
     assert not large.fits
     assert large.memory_bytes < 1.2 * on_gpu[large.model].memory_bytes
     floats = on_cpu["Qwen/Qwen3.5-9B"]  # this architecture is computed in float32
-    assert floats.memory_bytes > 2 * on_gpu[floats.model].memory_bytes
+    assert floats.memory_bytes > 1.9 * on_gpu[floats.model].memory_bytes
 
 
 def test_three_billion_parameters_of_four_bits_fit_into_17_gb() -> None:

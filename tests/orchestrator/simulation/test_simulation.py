@@ -196,7 +196,6 @@ def test_the_bound_counts_waiting_for_a_backup() -> None:
         hit.add(4, 10.0)
     miss.add(2, 12.0)
     assert upper_bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
-    assert (hit.tokens_per_round, miss.tokens_per_round) == (4.0, 2.0)
     assert upper_bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
 
 

@@ -59,10 +59,10 @@ def test_on_a_gpu_linear_layers_become_8_bit(monkeypatch: pytest.MonkeyPatch) ->
 def test_models_that_the_kernels_do_not_know_draft_with_floats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a word about it only to those who asked for bytes."""
+    """With a warning only for those who asked for bytes."""
     monkeypatch.setattr(draft_weights, "compute_unit", lambda: "cpu")
     use_weights(_Tied(), "auto")
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     use_weights(_Tied(), "int8")
     assert "only our CPU kernels read bytes" in caplog.text
 

@@ -52,7 +52,7 @@ MAKERS: dict[str, Make] = {
     "partial traditional": lambda: rope_of(dims=SIZE // 2, traditional=True),
     "longrope": lambda: SuScaledRoPE(SIZE, 1e4, 512, 64, [1.0] * 8, [1.5] * 8),
 }
-TABLED = [name for name in MAKERS if "traditional" not in name and name != "longrope"]
+TABLED = [name for name in MAKERS if "traditional" not in name]
 
 
 class Layer(nn.Module):
