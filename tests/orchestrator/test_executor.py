@@ -40,17 +40,21 @@ def log() -> list[str]:
     return []
 
 
-@pytest.fixture
-def executor() -> Executor:
+def make_executor(registry: Any) -> Executor:
     nobody: Any = SimpleNamespace(start=lambda *_: None)
     return Executor(
         nobody,
         nobody,
-        registry=nobody,
+        registry=registry,
         timeouts=nobody,
         journal=CrashJournal(None, 2),
         on_end=lambda _: None,
     )
+
+
+@pytest.fixture
+def executor() -> Executor:
+    return make_executor(SimpleNamespace())
 
 
 def request(number: int, log: list[str]) -> Any:
@@ -107,23 +111,14 @@ def test_who_is_over_has_no_books(executor: Executor, log: list[str]) -> None:
 
 def test_only_a_drafter_that_should_be_there_is_missed(log: list[str]) -> None:
     """Without one configured, an answer says nothing of its absence; nor who has seen it go."""
-    nobody: Any = SimpleNamespace(start=lambda *_: None)
     for lookup_only, has_had_drafter, missed in (
         (True, False, 0),
         (True, True, 3),
         (False, False, 3),
     ):
-        registry: Any = SimpleNamespace(lookup_only=lookup_only)
         end = request(1, log)
         end.has_had_drafter, end.last_messages = has_had_drafter, lambda *_: []
         fallbacks = end.sequence.recorder.fallbacks = Counter(no_drafter=3, lookup=2)
-        executor = Executor(
-            nobody,
-            nobody,
-            registry=registry,
-            timeouts=nobody,
-            journal=CrashJournal(None, 2),
-            on_end=lambda _: None,
-        )
+        executor = make_executor(SimpleNamespace(lookup_only=lookup_only))
         executor.run(end, lambda: [Finish("stop", "")])
         assert (fallbacks["no_drafter"], fallbacks["lookup"]) == (missed, 2)
