@@ -45,6 +45,7 @@ XML = (
     "<parameter=many>\n3\n</parameter>\n</function>\n</tool_call>"
 )
 CODED = '{\n  "name": "find",\n  "arguments": {"what": "a < b", "many": 2}\n}'
+MIXED_LIST = f'```json\n[{CODED}, {{"name": "fly", "arguments": {{}}}}]\n```'
 OTHER_CODE = (
     '```python\nx = {}\n```\nthen ```json\n{"name": "find"}\n``` or ```js\n{}\n```\n'
     "```json\n[1, 2]\n```"
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "code": (f"I look.\n```json\n{CODED}\n```\nDone", "I look.\n\nDone", [("find", FOUND)]),
     "code, two": (f"```json\n{CODED}\n{CODED}\n```", "", [("find", FOUND)] * 2),
     "code, list": (f"```json\n[{CODED}, {CODED}]\n```", "", [("find", FOUND)] * 2),
+    "code, list with a tool that was not offered": (MIXED_LIST, MIXED_LIST, []),
     "code, cut off": (f"```json\n{CODED}", "", [("find", FOUND)]),
     "code, fence within": (
         '```json\n{"name": "stop", "arguments": {"a": "```"}}\n```',
