@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import zmq
 import zmq.asyncio
@@ -65,13 +66,16 @@ class AsyncConnection(Generic[Inbound]):
 
 
 class AsyncClient(Closeable):
-    """Sends requests to one orchestrator; used within one event loop."""
+    """Sends requests to one orchestrator, from as many event loops as there are."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = _MOST_SOCKETS
-        self._turn = asyncio.Lock()
+        # A lock belongs to the loop in which somebody first waits for it.
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+            WeakKeyDictionary()
+        )
 
     async def status(self, timeout_s: float = 10.0) -> Status:
         """Return the stack's status; raise DeadlineExceeded if the orchestrator does not answer."""
@@ -131,7 +135,8 @@ class AsyncClient(Closeable):
 
     async def _wait_for_turn(self) -> None:
         """Let one connection be opened or closed per step of the loop: each takes half a ms."""
-        async with self._turn:
+        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        async with turn:
             await asyncio.sleep(0)
 
     def close(self) -> None:

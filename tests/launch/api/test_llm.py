@@ -188,6 +188,15 @@ def test_answers_read_as_those_of_other_engines(llm: LLM) -> None:
     assert answer.summary().startswith(f"{len(answer.tokens)} tokens, ")
 
 
+def test_event_loops_follow_one_another(llm: LLM) -> None:
+    """Each with concurrent requests, as of a program that calls `asyncio.run` twice."""
+    params = SamplingParams(max_tokens=4)
+    answers = [
+        asyncio.run(llm.agenerate([f"{number}" for number in range(8)], params)) for _ in range(2)
+    ]
+    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
 def test_the_examples_run(llm: LLM) -> None:
     """Every example of the documentation, on the tiny pair instead of the default one."""
 
