@@ -26,8 +26,8 @@ KERNELS = tuple(
     for name in (
         "batching/test_traced_table.py",
         "drafter/backends/test_mlx_rows.py",
-        "mlx/cuda",
-        "mlx/metal",
+        "kernels/cuda",
+        "kernels/metal",
         "mlx/test_blas.py",
         "mlx/tracing",
     )
@@ -49,6 +49,8 @@ COMPUTING = tuple(
         "services/coreml",
         "services/distill",
         "services/drafter",
+        "services/kernels/cuda",
+        "services/kernels/metal",
         "services/kv",
         "services/mlx",
         "services/ranks",

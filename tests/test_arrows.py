@@ -126,7 +126,7 @@ def test_only_the_launcher_prints() -> None:
 def test_only_the_configuration_reads_the_environment() -> None:
     """os.environ and os.getenv appear only in launch/settings/, and where MLX's own variable says
     where its files are."""
-    theirs = "services/mlx/cuda/disk_cache.py"
+    theirs = "services/kernels/cuda/disk_cache.py"
     words = {"environ", "environb", "getenv"}
 
     def reads(path: Path) -> Iterator[int]:

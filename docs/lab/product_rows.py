@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.mlx.cuda import product
+from services.kernels.cuda import product
 
 ROUNDS = 7
 MEMORY = 1 << 32

@@ -21,8 +21,8 @@ import mlx.core as mx
 from mlx_lm.models import llama
 
 from protocol.messages import FeatureRequest
+from services.kernels.cuda.choice import serving
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.choice import serving
 from services.mlx.loader import load
 from services.mlx.tracing.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource

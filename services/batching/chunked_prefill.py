@@ -17,8 +17,8 @@ from services.batching.forward import Batcher
 from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
 from services.batching.slot_table import SlotTable
+from services.kernels.cuda.host_rows import ReadRows
 from services.kv.state import SequenceState
-from services.mlx.cuda.host_rows import ReadRows
 from services.mlx.loader import compute_unit
 
 _WORTH = 8

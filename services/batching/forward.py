@@ -15,11 +15,11 @@ from protocol.messages import Sampling, Tokens
 from services.batching.packing import batches_recurrences, pack_pass
 from services.batching.pass_memory import PassMemory
 from services.batching.slot_table import SlotTable
+from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
-from services.mlx.cuda.host_rows import ReadRows, pending
 from services.mlx.launching import compute_in_pieces, launch_in_pieces
 from services.mlx.loader import compute_unit
 from services.sampling import device

@@ -25,16 +25,16 @@ from protocol.errors import ModelError
 from services.batching.slot_table import SlotTable
 from services.batching.table_cache import TableKV
 from services.kernels.cpu import attention as cpu_attention
+from services.kernels.cuda import attention as cuda_attention
+from services.kernels.cuda.kv_rows import wait_for
+from services.kernels.metal import choice
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.packed import PackedKV
 from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
-from services.mlx.cuda import attention as cuda_attention
-from services.mlx.cuda.kv_rows import wait_for
 from services.mlx.loader import compute_unit
-from services.mlx.metal import choice
 from services.mlx.rope import allow_branches, has_rope
 from services.runtime.preparation import Steps
 

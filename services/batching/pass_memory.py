@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 
 from protocol.errors import OutOfMemory
 from services.kernels.cpu.decoder import kernel_of
+from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
 from services.mlx.tracing.traced_slots import round_to_largest

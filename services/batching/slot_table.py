@@ -21,10 +21,10 @@ import numpy as np
 from protocol.errors import ModelError
 from services.batching.table_cache import Attend, TableLayer, TablePass
 from services.batching.traced_table import TracedTable, call_model, trace_table_if_faster
+from services.kernels.cuda import kv_rows
+from services.kernels.cuda.attention import ROWS_STEP, round_rows
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda import kv_rows
-from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
 from services.mlx.tracing.traced_forward import FeatureReader

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from services.mlx.cuda.kv_rows import InPlace
+from services.kernels.cuda.kv_rows import InPlace
 
 Attend = Callable[..., mx.array]
 """Attention over a table.

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
-from services.mlx.cuda.blocks import can_write_in_place
-from services.mlx.cuda.choice import in_trace
-from services.mlx.cuda.kv_rows import find_written
+from services.kernels.cuda.blocks import can_write_in_place
+from services.kernels.cuda.choice import in_trace
+from services.kernels.cuda.kv_rows import find_written
 from services.mlx.tracing.trace_trial import is_worth_it
 from services.mlx.tracing.traced_forward import FeatureReader, features_of
 from services.runtime.preparation import Steps

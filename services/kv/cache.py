@@ -18,10 +18,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ModelError
+from services.kernels.cuda import kv_rows
 from services.kv.resident import ResidentSlots
 from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
-from services.mlx.cuda import kv_rows
 from services.mlx.launching import launch
 
 

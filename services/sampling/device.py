@@ -20,10 +20,10 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.kernels.cpu.choice import choose_tokens
+from services.kernels.cuda.sampling.best import find_best, sort_best
+from services.kernels.cuda.sampling.choose import choose_tokens as choose_on_cuda
+from services.kernels.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, Wanted, guess_tokens
 from services.mlx.array_memory import view
-from services.mlx.cuda.sampling.best import find_best, sort_best
-from services.mlx.cuda.sampling.choose import choose_tokens as choose_on_cuda
-from services.mlx.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, Wanted, guess_tokens
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top

@@ -13,7 +13,7 @@ from protocol.messages import Sampling
 WORDS = 6
 """The lower and the upper key of the noise, temperature (0: greedy), top-k, top-p and min-p.
 
-The layout is `Rule` of services/mlx/cuda/sampling/rule.cuh.
+The layout is `Rule` of services/kernels/cuda/sampling/rule.cuh.
 """
 
 

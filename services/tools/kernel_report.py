@@ -18,14 +18,14 @@ from protocol.errors import ModelError
 from protocol.jobs.kernel_report import KernelReport, KernelReportSettings
 from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
+from services.kernels.cuda.equip import equip_for_cuda
+from services.kernels.metal import attention
+from services.kernels.metal.choice import report, stop_using, try_attention, use_kernels
+from services.kernels.metal.probe import AttentionKind
+from services.kernels.metal.product import MOST_ROWS
 from services.kv.state import SequenceState
-from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, load
-from services.mlx.metal import attention
-from services.mlx.metal.choice import report, stop_using, try_attention, use_kernels
-from services.mlx.metal.probe import AttentionKind
-from services.mlx.metal.product import MOST_ROWS
 from services.runtime.preparation import run_all
 from services.verifier.target_model import prepare
 

@@ -11,7 +11,7 @@ import numpy as np
 from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Features, Tokens
-from services.mlx.cuda.host_rows import HostRows, ReadRows, open_host_rows
+from services.kernels.cuda.host_rows import HostRows, ReadRows, open_host_rows
 from services.mlx.taps import Taps, TrialPasses
 from services.runtime.preparation import Steps
 from services.verifier.feature_log import FeatureLog, Rows

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from protocol.messages import Tokens, VerificationOutcome, Verify
 from services.batching.forward import Batcher, ForwardPass
+from services.kernels.cuda.host_rows import ReadRows
 from services.kv.state import SequenceState
-from services.mlx.cuda.host_rows import ReadRows
 from services.mlx.launching import launch
 
 

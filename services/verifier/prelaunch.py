@@ -1,7 +1,7 @@
 """Launch the next verification while one is running, before its tokens are known.
 
-It waits on the device (`services.mlx.cuda.doorbell`), so that a verification starts there when its
-tokens arrive, and not when a pass has been built. One sequence at a time: for several a shared
+It waits on the device (`services.kernels.cuda.doorbell`), so that a verification starts there when
+its tokens arrive, and not when a pass has been built. One sequence at a time: for several a shared
 pass is better.
 """
 
@@ -16,11 +16,11 @@ import numpy.typing as npt
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify
 from services.batching.forward import ForwardPass
+from services.kernels.cuda.doorbell import Doorbell
+from services.kernels.cuda.host_rows import ReadRows, pending
+from services.kernels.cuda.prelaunch_trial import find_doorbell
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.mlx.cuda.doorbell import Doorbell
-from services.mlx.cuda.host_rows import ReadRows, pending
-from services.mlx.cuda.prelaunch_trial import find_doorbell
 from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps

@@ -13,8 +13,8 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.batching.forward import BatchRequest, ForwardPass
+from services.kernels.cuda.host_rows import ReadRows
 from services.kv.state import SequenceState
-from services.mlx.cuda.host_rows import ReadRows
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog, Rows
 from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_plain

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from protocol.settings import MetalKernels
+from services.kernels.metal.choice import use_kernels
 from services.mlx.loader import compute_unit
-from services.mlx.metal.choice import use_kernels
 from services.runtime.loop import Identity
 from services.runtime.preparation import Stage, Steps, tokenizer_stage
 from services.runtime.warmup import warm_verifier

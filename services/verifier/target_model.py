@@ -17,10 +17,10 @@ from services.batching.packing import (
 from services.batching.slot_table import SlotTable
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
+from services.kernels.cuda.attention import attend_table
+from services.kernels.cuda.equip import equip_for_cuda
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
-from services.mlx.cuda.attention import attend_table
-from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables

@@ -49,12 +49,12 @@ from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.kernels.cpu.decoder import fill_only
+from services.kernels.cuda.attention import fit_chunk
+from services.kernels.cuda.equip import equip_for_cuda
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.mlx.cuda.attention import fit_chunk
-from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head

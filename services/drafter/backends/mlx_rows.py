@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Sampling
+from services.kernels.cuda.blocks import serves_any_length
+from services.kernels.cuda.choice import in_trace
+from services.kernels.cuda.sampling.guess import WIDTHS
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
-from services.mlx.cuda.blocks import serves_any_length
-from services.mlx.cuda.choice import in_trace
-from services.mlx.cuda.sampling.guess import WIDTHS
 from services.mlx.launching import launch
 from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
 from services.mlx.tracing.traced_slots import (

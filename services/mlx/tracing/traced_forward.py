@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.token_tree import read_tree
+from services.kernels.cuda.blocks import can_write_in_place, serves_any_length
+from services.kernels.cuda.choice import in_trace
+from services.kernels.cuda.doorbell import Doorbell, LateInputs
+from services.kernels.cuda.kv_rows import find_written, writes_in_place
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
-from services.mlx.cuda.blocks import can_write_in_place, serves_any_length
-from services.mlx.cuda.choice import in_trace
-from services.mlx.cuda.doorbell import Doorbell, LateInputs
-from services.mlx.cuda.kv_rows import find_written, writes_in_place
 from services.mlx.launching import launch_first
 from services.mlx.tracing.trace_trial import prefill
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen

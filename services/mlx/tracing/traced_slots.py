@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from services.kernels.cuda.kv_rows import InPlace
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.kv_rows import InPlace
 
 _STEPS = (
     (1024, 256), (4096, 512), (8192, 1024), (16384, 2048),

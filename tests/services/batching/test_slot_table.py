@@ -1,7 +1,7 @@
 """Shared passes over one table of slots: each sequence gets what it gets alone.
 
 The attention is MLX's own here; the kernel that stands in its place on CUDA is compared with it
-in `mlx/cuda/test_attention.py`, and with the model's own logits when a model is loaded there.
+in `kernels/cuda/test_attention.py`, and with the model's own logits when a model is loaded there.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
-from tests.services.mlx.cuda.host import move_rows
+from tests.services.kernels.cuda.host import move_rows
 from tests.support.reference import tiny_folder
 
 _wide = pytest.mark.skipif(

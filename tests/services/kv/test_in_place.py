@@ -5,8 +5,8 @@ import pytest
 
 from services.kv.cache import KVStore
 from services.mlx.array_memory import view
+from tests.services.kernels.cuda.host import move_rows
 from tests.services.kv.test_cache import labels_of, rows_of
-from tests.services.mlx.cuda.host import move_rows
 
 
 def test_whose_buffers_are_shared_gets_its_own() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree, read_tree
+from services.kernels.cuda.doorbell import Doorbell, LateInputs, write_bits
 from services.mlx.array_memory import view
-from services.mlx.cuda.doorbell import Doorbell, LateInputs, write_bits
 
 
 class FakeDoorbell(Doorbell):

@@ -25,10 +25,10 @@ from protocol.messages import (
 from services.batching.packing import enable_packing, find_table
 from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
+from services.kernels.cuda.host_rows import SentRows
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
-from services.mlx.cuda.host_rows import SentRows
 from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.mlx.tracing.traced_forward import TracedForward

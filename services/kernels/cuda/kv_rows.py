@@ -1,0 +1,183 @@
+"""Keys and values of a few rows, written in place into a layer's buffers on CUDA.
+
+MLX's own operations write in place only if no other reference to a buffer exists. A pass that is
+built while another one runs finds a reference, and copies: which layers are copied depends on the
+device's progress, and CUDA takes 5 to 17 ms to instantiate a new graph of launches
+(docs/lab/cuda-forward.md). Here nothing is copied. The caller must own the buffers (`KVStore.own`),
+and must make every reader wait for the rows (`wait_for`).
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from services.kernels.cuda.kernel import build
+from services.mlx.loader import compute_unit
+
+_log = logging.getLogger(__name__)
+
+_TYPES = (mx.float16, mx.bfloat16)
+_THREADS = 256
+
+_WRITE = """
+const long at = long(blockIdx.x) * blockDim.x + threadIdx.x, rows = new_k_shape[2];
+if (at < HEADS * rows * D) {
+  write_number<T, D>(at, rows, new_k, new_k_strides[1], new_k_strides[2], new_k_strides[3],
+                     const_cast<T*>(all_k), all_k_shape[2], slots);
+  write_number<T, D>(at, rows, new_v, new_v_strides[1], new_v_strides[2], new_v_strides[3],
+                     const_cast<T*>(all_v), all_k_shape[2], slots);
+}
+if (at == 0) done[0] = T(0.0f);
+"""
+_MOVE = """
+const long at = long(blockIdx.x) * blockDim.x + threadIdx.x;
+if (at < HEADS * D) {
+  T* all = const_cast<T*>(blockIdx.y ? all_v : all_k);
+  move_number<T, D>(at, all, all_k_shape[2], slots, slots_shape[0], int(to[0]));
+}
+if (at == 0) done[0] = T(0.0f);
+"""
+
+
+class KVBuffers(NamedTuple):
+    """The buffers and slots for the rows of a pass in a layer."""
+
+    keys: mx.array
+    """[1, heads, slots, size], contiguous, like `values`."""
+    values: mx.array
+    slots: mx.array
+    """[rows] int32, distinct."""
+
+
+class InPlace:
+    """Rows of a layer's cache in a trace that are written in place.
+
+    Args:
+        keys: [1, heads, slots, size], like `values`.
+        values: of the layer.
+        slots: of the rows.
+        owned: True if the trace may write into the buffers in place.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, slots: mx.array, *, owned: bool) -> None:
+        in_place = owned and writes_in_place(keys, values)
+        self.into = KVBuffers(keys, values, slots) if in_place else None
+        """The target of in-place writes."""
+        self.written: mx.array | None = None
+        """Computed once the rows are written."""
+        self.pending: mx.array | None = None
+        """See `wait_for`."""
+
+    def write_rows(self, keys: mx.array, values: mx.array) -> bool:
+        """Write [1, heads, rows, size] in place, if that is how rows are written."""
+        if self.into is None:
+            return False
+        self.pending = self.written = write(self.into, keys, values)
+        return True
+
+
+def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
+    """Return an array of each layer that is computed once its rows are written in place.
+
+    Raises:
+        ValueError: only some of the layers are written in place.
+    """
+    written = [layer.written for layer in layers if layer.written is not None]
+    if len(written) not in {0, len(layers)}:
+        raise ValueError(f"{len(written)} of {len(layers)} layers are written in place")
+    return written
+
+
+def writes_in_place(keys: mx.array, values: mx.array) -> bool:
+    """Return True if rows are written in place in such buffers, [1, heads, slots, size]."""
+    fits = keys.dtype in _TYPES and keys.dtype == values.dtype and keys.shape == values.shape
+    return fits and compute_unit() == "cuda" and _works(keys.dtype)
+
+
+def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
+    """Write [1, heads, rows, size]; returns [1], a zero that is computed once they are written."""
+    arrays = {
+        "new_k": keys,
+        "new_v": values,
+        "all_k": into.keys,
+        "all_v": into.values,
+        "slots": into.slots,
+    }
+    return _launch(_WRITE, arrays, keys.shape[2], 1)
+
+
+def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+    """Copy the rows in these rising slots to those from `to` on; returns [1], computed when done.
+
+    It must be launched before anything else that uses the buffers is built.
+    """
+    inputs = {"all_k": keys, "all_v": values, "slots": slots}
+    # Two words: MLX keeps an array this small in host memory.
+    inputs["to"] = mx.array(np.array([to, 0], np.uint32))
+    return _launch(_MOVE, inputs, 1, 2)
+
+
+def _launch(body: str, inputs: dict[str, mx.array], rows: int, sides: int) -> mx.array:
+    """Launch this kernel; return its [1] completion output.
+
+    Args:
+        body: of the kernel.
+        inputs: by name; `all_k` among them.
+        rows: number of rows, with one thread per element.
+        sides: 2 if keys and values have separate threads, else 1.
+    """
+    _, heads, _, size = inputs["all_k"].shape
+    dtype, blocks = inputs["all_k"].dtype, -(-heads * rows * size // _THREADS)
+    make = build(("kv_rows.cuh",), body, tuple(inputs), contiguous=False, outputs=("done",))
+    [done] = make(
+        inputs=list(inputs.values()),
+        template=[("T", dtype), ("D", size), ("HEADS", heads)],
+        grid=(blocks * _THREADS, sides, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[dtype],
+    )
+    return done
+
+
+def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
+    """Return the queries, for an attention that starts once these rows are written."""
+    return queries if written is None else queries + written
+
+
+@functools.cache
+def _works(dtype: mx.Dtype) -> bool:
+    """Return True if rows are written to their slots, and nothing else changes."""
+    try:
+        is_right = _try(dtype)
+    except (RuntimeError, ValueError, OSError) as error:
+        _log.warning("keys and values are not written in place: %s", error)
+        return False
+    if not is_right:
+        _log.warning("keys and values are not written in place: the self-test failed")
+    return is_right
+
+
+def _try(dtype: mx.Dtype) -> bool:
+    before = [mx.random.normal((1, 2, 16, 8), dtype, key=mx.random.key(seed)) for seed in (1, 2)]
+    rows = [mx.random.normal((1, 3, 2, 8), dtype, key=mx.random.key(seed)) for seed in (3, 4)]
+    slots = mx.array([9, 3, 12], mx.int32)
+    mx.eval(before, rows)
+    keys, values = (_read(array) for array in before)
+    keys[:, :, [9, 3, 12]], values[:, :, [9, 3, 12]] = (_read(row.swapaxes(1, 2)) for row in rows)
+    # Reading has moved them; the kernel needs device memory.
+    into = [mx.maximum(array, array) for array in before]
+    mx.eval(into)
+    mx.eval(write(KVBuffers(into[0], into[1], slots), *(row.swapaxes(1, 2) for row in rows)))
+    mx.eval(move(into[0], into[1], mx.array([3, 4, 9], mx.int32), 2))
+    for array in (keys, values):
+        array[:, :, [2, 3, 4]] = array[:, :, [3, 4, 9]]
+    return bool(np.array_equal(_read(into[0]), keys) and np.array_equal(_read(into[1]), values))
+
+
+def _read(array: mx.array) -> Any:
+    return np.array(array.astype(mx.float32))

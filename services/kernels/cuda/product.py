@@ -1,0 +1,84 @@
+"""The product of a few rows with weights in half precision, on CUDA.
+
+A product of several rows goes through cuBLASLt, which costs the host 30 microseconds, and one of a
+single row through a kernel of MLX's, which costs it 3: for small models a verification of four
+tokens takes 1.5 times as long as a token (docs/lab/cuda-forward.md). Here one kernel serves one row
+and many: each weight is read once, and tensor cores multiply it with eight rows at a time, used or
+not. So a row has the same bits in any batch.
+
+A call from Python costs more than it saves, since MLX builds the kernel's source anew for it; a
+replay of a trace (`services.mlx.tracing.traced_forward`) does not.
+"""
+
+import mlx.core as mx
+
+from services.kernels.cuda.kernel import LANES, build
+
+TYPES = (mx.float16, mx.bfloat16)
+_TILE = 8
+"""Rows that a tensor core multiplies at once."""
+_TILES = (1, 2, 4)
+"""Tiles of rows of a block."""
+_GROUP = 16
+"""Outputs that a warp computes at once."""
+_RUN = 8
+"""Inputs that a lane reads at once."""
+_NARROW, _BROAD = (1, 8), (2, 4)
+"""Groups of outputs, and warps, of a block: many small blocks for one tile of rows, otherwise
+fewer, so that each row that is read serves more outputs. A gated block always has two groups.
+"""
+
+_BODY = """
+multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
+    x, w, MORE, x_shape[1], x_shape[2], w_shape[0] / (GATED ? 2 : 1), blockIdx.y * TILES * 8,
+    blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
+"""
+
+
+def takes(x: mx.array, weight: mx.array) -> bool:
+    """Return True if the kernel multiplies arrays of this kind."""
+    return x.dtype == weight.dtype and weight.dtype in TYPES and weight.shape[1] % _RUN == 0
+
+
+def multiply(x: mx.array, weight: mx.array) -> mx.array:
+    """Multiply [..., rows, inputs] by [outputs, inputs]; see `takes`."""
+    return _launch(x, weight)
+
+
+def multiply_add(x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
+    """Multiply, and add [..., rows, outputs] `more` to the result."""
+    return _launch(x, weight, more=more)
+
+
+def multiply_gated(x: mx.array, weight: mx.array) -> mx.array:
+    """Compute silu(gate) * up, [..., rows, outputs], with weights [gate and up outputs, inputs]."""
+    return _launch(x, weight, gated=True)
+
+
+def _launch(
+    x: mx.array, weight: mx.array, *, more: mx.array | None = None, gated: bool = False
+) -> mx.array:
+    inputs = weight.shape[1]
+    outputs = weight.shape[0] // (2 if gated else 1)
+    rows = x.size // inputs
+    tiles = next((count for count in _TILES if count * _TILE >= rows), _TILES[-1])
+    groups, warps = _NARROW if tiles == 1 and not gated else _BROAD
+    written = groups * _GROUP // (2 if gated else 1)
+    blocks = -(-outputs // written), -(-rows // (tiles * _TILE))
+    arrays = {"x": x.reshape(1, rows, inputs), "w": weight}
+    if more is not None:
+        arrays["more"] = more.reshape(1, rows, outputs)
+    body = _BODY.replace("MORE", "nullptr" if more is None else "more")
+    make = build(("tile.cuh", "product.cuh"), body, tuple(arrays), contiguous=True)
+    found: list[mx.array] = make(
+        inputs=list(arrays.values()),
+        template=[
+            ("T", x.dtype), ("TILES", tiles), ("GROUPS", groups), ("WARPS", warps),
+            ("GATED", gated),
+        ],
+        grid=(blocks[0] * warps * LANES, blocks[1], 1),
+        threadgroup=(warps * LANES, 1, 1),
+        output_shapes=[(*x.shape[:-1], outputs)],
+        output_dtypes=[x.dtype],
+    )  # fmt: skip
+    return found[0]

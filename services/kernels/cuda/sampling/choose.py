@@ -1,0 +1,82 @@
+"""The target's choice of a token after each row of logits on CUDA, in one launch.
+
+MLX needs a dozen launches, and sorts the whole row if there are filters. Here one block serves a
+row, by the rule of `protocol.decoding.sampler`; cases that rounding could decide differently are
+left to the host, as in `cpu/choose.c`. It is used if it matches the host.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from protocol.decoding.sampler import sample
+from protocol.messages import Sampling
+from services.kernels.cuda.kernel import LANES, build
+from services.sampling.rules import write_rules
+
+_log = logging.getLogger(__name__)
+
+_TYPES = (mx.float16, mx.bfloat16, mx.float32)
+_WARPS = 32
+_TRIAL = (
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=0.8, seed=2, top_k=40, top_p=0.95, min_p=0.02),
+)
+_TRIAL_SHAPE = (4, 49152)
+
+_BODY = """
+choose_token<WARPS>(
+    Row<T>{rows + blockIdx.x * rows_strides[0], long(rows_strides[1])}, rows_shape[1],
+    rules + blockIdx.x * rules_shape[1], out + blockIdx.x);
+"""
+
+
+def choose_tokens(rows: mx.array, rules: mx.array) -> mx.array | None:
+    """Return [rows] int32 tokens, or codes as from `sampling.device.begin`; None if unsupported.
+
+    Args:
+        rows: [rows, vocabulary] logits.
+        rules: [rows, WORDS], see `sampling.rules`.
+    """
+    served = rows.dtype in _TYPES and _works(rows.dtype)
+    return launch(rows, rules) if served else None
+
+
+def launch(rows: mx.array, rules: mx.array) -> mx.array:
+    """Compute `choose_tokens` by the kernel."""
+    count = rows.shape[0]
+    texts = ("sampling/rule.cuh", "sampling/choose.cuh")
+    make = build(texts, _BODY, ("rows", "rules"), contiguous=False)
+    outputs: list[mx.array] = make(
+        inputs=[rows, rules],
+        template=[("T", rows.dtype), ("WARPS", _WARPS)],
+        grid=(count * _WARPS * LANES, 1, 1),
+        threadgroup=(_WARPS * LANES, 1, 1),
+        output_shapes=[(count,)],
+        output_dtypes=[mx.int32],
+    )
+    return outputs[0]
+
+
+@functools.cache
+def _works(dtype: mx.Dtype) -> bool:
+    """Return True if the kernel compiles here, and matches the host."""
+    rows = (3.0 * mx.random.normal(_TRIAL_SHAPE, key=mx.random.key(0))).astype(dtype)
+    logits: Any = np.array(rows.astype(mx.float32))
+    positions = list(range(_TRIAL_SHAPE[0]))
+    try:
+        for sampling in _TRIAL:
+            chosen: Any = launch(rows, mx.array(write_rules(positions, sampling))).tolist()
+            expected = sample(logits, positions, sampling)
+            decided = [pair for pair in zip(chosen, expected, strict=True) if pair[0] >= 0]
+            if not decided or any(ours != right for ours, right in decided):
+                _log.warning("the kernel that chooses tokens chose %s, not %s", chosen, expected)
+                return False
+    except (RuntimeError, ValueError, OSError) as error:
+        _log.warning("the kernel that chooses tokens does not run here: %s", error)
+        return False
+    return True

@@ -1,0 +1,174 @@
+"""The Metal kernels that a process uses: test results, and layers that call them.
+
+Off until `use_kernels` is called, and always where there is no Metal. Attention is tested when a
+model first needs it, since its shape is unknown before.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from protocol.jobs.kernel_report import KernelProbe, KernelReport
+from protocol.settings import MetalKernels
+from services.kernels.metal import attention, product
+from services.kernels.metal.probe import AttentionKind, probe_attention, probe_product
+from services.kernels.metal.product import Quantised
+from services.mlx.loader import compute_unit
+from services.runtime.preparation import Steps
+
+_log = logging.getLogger(__name__)
+
+_FIRST_WITH_ACCELERATORS = 5
+"""First generation of M chips whose GPUs have matrix units, which MLX uses and these kernels do
+not.
+"""
+_LAYERS = 4
+"""Layers per shape, whose weights are read in turn when timed."""
+
+
+@dataclass
+class _InUse:
+    """Results of the self-tests of this process."""
+
+    mode: MetalKernels = "off"
+    note: str = ""
+    products: tuple[KernelProbe, ...] = ()
+    attention: dict[AttentionKind, KernelProbe] | None = None
+
+
+_in_use = _InUse()
+
+
+@dataclass(frozen=True)
+class _Served:
+    """Shape and type of a layer's calls."""
+
+    weights: Quantised
+    least_rows: int
+
+    def takes(self, x: mx.array) -> bool:
+        return x.size >= self.least_rows * x.shape[-1] and product.takes(x, self.weights)
+
+
+class FewRowsLinear(nn.QuantizedLinear):
+    """A quantised layer whose few rows use our kernel."""
+
+    served: _Served
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., rows, inputs] -> [..., rows, outputs]."""
+        if not self.served.takes(x):
+            by_mlx: mx.array = super().__call__(x)
+            return by_mlx
+        found = product.multiply(x, self.served.weights)
+        return found + self["bias"] if "bias" in self else found
+
+
+class FewRowsEmbedding(nn.QuantizedEmbedding):
+    """A tied embedding whose logits of few rows use our kernel."""
+
+    served: _Served
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of [..., rows, inputs]."""
+        if not self.served.takes(x):
+            by_mlx: mx.array = super().as_linear(x)
+            return by_mlx
+        return product.multiply(x, self.served.weights)
+
+
+_LAYERS_OF_OURS = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: FewRowsEmbedding}
+
+
+def use_kernels(model: Any, mode: MetalKernels) -> Steps[None]:
+    """Use the kernels in a model on Metal that are correct and faster, or all that are correct.
+
+    Replaces the choice of an earlier call. Does nothing on other devices.
+    """
+    stop_using(model)
+    if compute_unit() != "metal" or mode == "off":
+        return
+    if mode == "auto" and has_accelerators():
+        _in_use.note = (
+            f"not used on {_device_name()}, whose GPU multiplies matrices in units of its own; "
+            "`metal_kernels=on` uses them"
+        )
+        _log.info("kernels for few rows: %s", _in_use.note)
+        return
+    _in_use.mode, _in_use.attention = mode, {}
+    by_shape = defaultdict[Any, list[tuple[Any, Quantised]]](list)
+    for _, layer in model.named_modules():
+        if type(layer) in _LAYERS_OF_OURS and (own := product.weights_of(layer)) is not None:
+            key = (own.weight.shape, own.group_size, own.bits, own.scales.dtype)
+            by_shape[key].append((layer, own))
+    for layers in by_shape.values():
+        _in_use.products = (*_in_use.products, _use_product(layers))
+        yield
+
+
+def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
+    some = [own for _, own in layers[:_LAYERS]]
+    mx.eval(some)
+    probe = probe_product(some, always=_in_use.mode == "on")
+    if probe.least_rows:
+        for layer, own in layers:
+            layer.__class__ = _LAYERS_OF_OURS[type(layer)]
+            layer.served = _Served(own, probe.least_rows)
+    counted = {name: getattr(probe, name) for name in probe.__struct_fields__}
+    return KernelProbe(**{**counted, "layers": len(layers)})
+
+
+def stop_using(model: Any) -> None:
+    """Compute only by MLX from now on."""
+    back = {ours: theirs for theirs, ours in _LAYERS_OF_OURS.items()}
+    for _, layer in model.named_modules():
+        if type(layer) in back:
+            layer.__class__ = back[type(layer)]
+            del layer.served
+    vars(_in_use).update(vars(_InUse()))
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """Compute [1, heads, n, size] attention, or return None where MLX's own kernels are better.
+
+    See `attention.attend` for the arguments.
+    """
+    if _in_use.attention is None or not attention.takes(queries, keys, values, mask):
+        return None
+    _, heads, count, size = queries.shape
+    least = try_attention(AttentionKind(heads, keys.shape[1], size, queries.dtype))
+    return attention.attend(queries, keys, values, scale, mask) if 0 < least <= count else None
+
+
+def try_attention(shape: AttentionKind) -> int:
+    """Return the fewest queries for which our kernel attends in this shape; 0 means never."""
+    tried = _in_use.attention
+    if tried is None or shape.size not in attention.SIZES or shape.dtype not in attention.TYPES:
+        return 0
+    if shape not in tried:
+        tried[shape] = probe_attention(shape, always=_in_use.mode == "on")
+    return tried[shape].least_rows
+
+
+def report() -> KernelReport:
+    """Report the test results so far."""
+    attentions = list((_in_use.attention or {}).values())
+    return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
+
+
+def has_accelerators() -> bool:
+    """Return True if this GPU has matrix units, like those of M5 chips."""
+    match = re.search(r"\bM(\d+)", _device_name())
+    return match is not None and int(match[1]) >= _FIRST_WITH_ACCELERATORS
+
+
+def _device_name() -> str:
+    module: Any = mx  # it lacks type hints
+    return str(module.device_info().get("device_name", ""))

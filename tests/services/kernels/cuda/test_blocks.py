@@ -1,0 +1,258 @@
+"""Decoder blocks in traces on CUDA: their wiring, with MLX's operations in the kernels' places.
+
+The last test runs the kernels themselves, on a CUDA device.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from protocol.jobs.kernel_report import KernelProbe
+from services.kernels.cuda import block_trial, blocks, choice, product
+from services.kernels.cuda.blocks import BlockKernels, serves_any_length
+from services.kernels.cuda.choice import in_trace, use_products
+from services.kernels.cuda.equip import equip_for_cuda
+from services.kernels.cuda.rotate import Heads
+from services.mlx.fused_linear import fuse_linears
+from services.mlx.loader import load
+from services.mlx.plain_blocks import give_kernels
+from services.mlx.rope import allow_branches
+from services.mlx.tracing.traced_slots import LayerInputs, PassRows
+from services.runtime.preparation import run_all
+from tests.services.runtime.steps import at_once
+from tests.support.reference import tiny_folder
+from tests.support.tiny_models import write_tiny_model
+
+SLOTS = 64
+POSITIONS = [9, 10, 10]
+"""Of rows side by side: two follow the same one."""
+
+
+def equip(module: Any) -> list[KernelProbe]:
+    """As a model is prepared on CUDA."""
+    fuse_linears(module)
+    return run_all(equip_for_cuda(module))
+
+
+class Kernels:
+    """Stand in for the kernels, and count."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.calls: list[str] = []
+        self.factor = factor
+
+    def multiply(self, x: mx.array, weight: mx.array) -> mx.array:
+        self.calls.append("multiply")
+        return x @ weight.T
+
+    def multiply_add(self, x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
+        self.calls.append("multiply_add")
+        return self.factor * (x @ weight.T) + more
+
+    def multiply_gated(self, x: mx.array, weight: mx.array) -> mx.array:
+        self.calls.append("multiply_gated")
+        gate, up = mx.split(x @ weight.T, 2, axis=-1)
+        gated: mx.array = nn.silu(gate) * up
+        return gated
+
+    def rotate(self, x: mx.array, positions: mx.array, layer: Heads) -> list[mx.array]:
+        self.calls.append("rotate")
+        rows, size = x.shape[1], layer.size
+        heads = x.reshape(1, rows, -1, size).swapaxes(1, 2)
+        ends = [layer.heads, layer.heads + layer.kv_heads]
+        parts: Any = mx.split(heads, ends, axis=1)
+        assert positions.shape == (rows,)
+        if layer.norm is not None:
+            for at, gain in enumerate(layer.norm.gains):
+                parts[at] = mx.fast.rms_norm(parts[at], gain, layer.norm.eps)
+        angles = positions[:, None] * layer.speeds
+        half = layer.rotated // 2
+        for at in range(2):
+            first, second, rest = mx.split(parts[at], [half, layer.rotated], axis=-1)
+            cos, sin = mx.cos(angles), mx.sin(angles)
+            turned = [first * cos - second * sin, first * sin + second * cos, rest]
+            parts[at] = mx.concatenate(turned, axis=-1)
+        found: list[mx.array] = parts
+        return found
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return install(monkeypatch, Kernels())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
+    """Let these be chosen, here; the kernels take the sizes of tiny models, and are faster."""
+    for name in ("multiply", "multiply_add", "multiply_gated"):
+        monkeypatch.setattr(product, name, getattr(kernels, name))
+    monkeypatch.setattr(blocks, "rotate", kernels.rotate)
+    monkeypatch.setattr(blocks, "SIZES", range(2, 300))
+    monkeypatch.setattr(product, "TYPES", (mx.float32,))
+    monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    for home in (choice, block_trial):
+        monkeypatch.setattr(home, "time_in_turn", lambda _: at_once([1.0, 2.0]))
+    return kernels
+
+
+def run(module: Any, tokens: list[int], start: int, positions: list[int] | None = None) -> mx.array:
+    """Logits of these tokens behind random ones, as a trace computes them.
+
+    Args:
+        module: the model.
+        tokens: of the pass.
+        start: their first slot, and in a chain the first one's position.
+        positions: of rows side by side.
+    """
+    layers = module.model.layers
+    attention = layers[0].self_attn
+    heads, dtype = attention.n_kv_heads, module.model.norm.weight.dtype
+    size = attention.o_proj.weight.shape[1] // attention.n_heads
+    key = iter(mx.random.split(mx.random.key(7), 2 * len(layers)))
+    first = mx.array(start)
+    seen = mx.arange(SLOTS)[None] <= start + mx.arange(len(tokens))[:, None]
+    own = () if positions is None else (mx.array(positions), seen)
+    rows = PassRows(first, len(tokens), *own)
+    caches = [
+        LayerInputs(
+            mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
+            mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
+            rows,
+        )
+        for _ in layers
+    ]
+    logits: mx.array = module(mx.array([tokens]), cache=caches)
+    return logits
+
+
+FAMILIES = ["llama", "llama3", "linear", "qwen2", "qwen3", "sliding"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["chain", "rows"])
+def test_blocks_of_a_trace_go_through_the_kernels(
+    kernels: Kernels, family: str, positions: list[int] | None
+) -> None:
+    if family == "sliding" and positions:
+        pytest.skip("rows side by side are not traced through a window")
+    module = load(tiny_folder(family)).module
+    allow_branches(module)
+    expected = run(module, [5, 6, 7], 9, positions)
+    probes = {probe.kernel: probe for probe in equip(module)}
+    assert (probes["block"].least_rows, probes["block"].most_rows) == (1, 64)
+    assert probes["block"].layers == len(module.model.layers)
+    kernels.calls.clear()
+    plain = run(module, [5, 6, 7], 9, positions)
+    assert kernels.calls == []
+    with in_trace():
+        found = run(module, [5, 6, 7], 9, positions)
+    of_a_block = ["multiply", "rotate", "multiply_add", "multiply_gated", "multiply_add"]
+    assert kernels.calls[:-1] == of_a_block * len(module.model.layers)
+    for other in (plain, found):
+        np.testing.assert_allclose(np.array(other), np.array(expected), atol=2e-4)
+
+
+def probe_of(module: Any) -> Any:
+    return next((probe for probe in equip(module) if probe.kernel == "block"), None)
+
+
+def test_what_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Kernels(factor=1.2))
+    module = load(tiny_folder("llama")).module
+    kinds = [type(layer) for layer in module.model.layers]
+    probe = probe_of(module)
+    assert probe.reason.startswith("of 1 rows they are 0.")
+    assert [type(layer) for layer in module.model.layers] == kinds
+
+
+@pytest.mark.parametrize(("own", "used"), [(1.0, True), (1.03, True), (1.1, False)])
+def test_what_is_slower_is_not_used(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, own: float, *, used: bool
+) -> None:
+    """But what scatters is."""
+    module = load(tiny_folder("llama")).module
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([own, 1.0]))
+    probe = probe_of(module)
+    expected = (1, "") if used else (0, "they are slower than MLX's")
+    assert (probe.least_rows, probe.reason) == expected
+    assert all(hasattr(layer, "kernels") is used for layer in module.model.layers)
+
+
+def test_without_our_products_there_are_no_blocks(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "time_in_turn", lambda _: at_once([1.0, 1.0]))
+    module = load(tiny_folder("llama")).module
+    [products] = equip(module)
+    assert (products.kernel, products.least_rows) == ("product", 0)
+
+
+def test_a_second_call_takes_the_place_of_the_first(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load(tiny_folder("llama")).module
+    plain = [type(layer) for layer in module.model.layers]
+    assert probe_of(module).least_rows == 1
+    kinds = [type(layer) for layer in module.model.layers]
+    assert kinds != plain
+    for attends in (True, False):
+        monkeypatch.setattr(blocks, "attends_any_length", lambda *_, found=attends: found)
+        assert serves_any_length(module) is attends
+    assert probe_of(module).least_rows == 1
+    assert [type(layer) for layer in module.model.layers] == kinds
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([2.0, 1.0]))
+    assert probe_of(module).least_rows == 0
+    assert [type(layer) for layer in module.model.layers] == plain
+    monkeypatch.setattr(blocks, "attends_any_length", lambda *_: True)
+    assert not serves_any_length(module)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("moe", {}),
+        ("mamba", {}),
+        ("gemma3", {}),
+        ("yarn", {}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"rope_traditional": True}),
+    ],
+)
+def test_blocks_of_other_kinds_stay_as_they_are(
+    kernels: Kernels, family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    module = load(write_tiny_model(tmp_path / "model", family, config=config)).module
+    assert probe_of(module) is None
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["chain", "rows"])
+def test_the_kernels_compute_what_mlx_does(
+    family: str, dtype: mx.Dtype, positions: list[int] | None, tmp_path: Path
+) -> None:
+    """Whether they are faster or not."""
+    config = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
+    module = load(write_tiny_model(tmp_path / "model", family, config=config)).module
+    module.set_dtype(dtype)
+    allow_branches(module)
+    counts = [3] if positions else [1, 4, 9, 17, 33]
+    lists = [[5 + at for at in range(count)] for count in counts]
+    expected = [run(module, tokens, 9, positions).astype(mx.float32) for tokens in lists]
+    fuse_linears(module)
+    assert run_all(use_products(module)) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_use", choice._Use(least_rows=1, most_rows=64))
+        for layer in module.model.layers:
+            give_kernels(layer, BlockKernels(layer))
+        for tokens, right in zip(lists, expected, strict=True):
+            with in_trace():
+                found = run(module, tokens, 9, positions).astype(mx.float32)
+            distance: Any = mx.linalg.norm(found - right) / mx.linalg.norm(right)
+            assert distance.item() < (0.01 if dtype == mx.float16 else 0.05)

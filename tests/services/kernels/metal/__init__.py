@@ -1,0 +1,1 @@
+"""Tests of `services/kernels/metal/`, whose kernels run as C++ here."""

@@ -1,1 +1,0 @@
-"""Tests of `services/mlx/metal/`, whose kernels run as C++ here."""
