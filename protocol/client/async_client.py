@@ -72,7 +72,7 @@ class AsyncClient(Closeable):
         self._address = address
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = _MOST_SOCKETS
-        # A lock belongs to the loop in which somebody first waits for it.
+        # A lock belongs to the loop in which a task first waits for it.
         self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
             WeakKeyDictionary()
         )
