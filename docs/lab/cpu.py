@@ -21,12 +21,15 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PROMPTS = (128, 1024, 4096)
 ROWS = (1, 2, 4, 8)
+STREAMS = (2, 4, 8)
+STREAM_TOKENS = 48
 STEPS = 32
 READY_S = 120.0
 LAST_S = 60.0
@@ -218,41 +221,58 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def decode(port: int, **more: Any) -> float:
-    """Tokens per second of the edit's answer."""
-    body = {
-        "messages": [{"role": "user", "content": EDIT}],
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        **more,
-    }
+def chat(port: int, text: str, max_tokens: int, **more: Any) -> Any:
+    """The body of a greedy answer."""
+    message = {"role": "user", "content": text}
+    body = {"messages": [message], "max_tokens": max_tokens, "temperature": 0, **more}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310  # of this machine
-        speed: float = json.load(answer)["timings"]["predicted_per_second"]
-        return speed
+        return json.load(answer)
+
+
+def decode(port: int, **more: Any) -> float:
+    """Tokens per second of the edit's answer."""
+    speed: float = chat(port, EDIT, ANSWER_TOKENS, **more)["timings"]["predicted_per_second"]
+    return speed
+
+
+def throughput(port: int, streams: int) -> float:
+    """Tokens per second of concurrent answers, prompts included."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(streams) as pool:
+        questions = [f"Tell a story of {number} dwarfs." for number in range(2, 2 + streams)]
+        answers = list(pool.map(lambda text: chat(port, text, STREAM_TOKENS), questions))
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return float(tokens) / (time.perf_counter() - began)
 
 
 def run_servers(given: argparse.Namespace, model: Model, cells: Cells) -> None:
-    """Ready times, and an edit: plain, with lookups, by llama-server."""
-    port = free_port()
+    """Ready times, an edit (plain and with lookups), and streams, of both in turns."""
+    ours, theirs = free_port(), free_port()
     ssd = "import sys; from launch.cli import main; sys.argv[0] = 'ssd'; main()"
-    command = [sys.executable, "-c", ssd, "serve", "--model", model.folder, "--port", str(port)]
-    with serving([*command, "--draft-backend", "ngram", "--name", f"lab-{port}"], port) as ready:
-        cells[model.name, "ready after, s", "ssd"].append(ready)
-        for _ in range(given.rounds):
-            cells[model.name, "edit, tok/s", "ssd, plain"].append(decode(port, num_draft_tokens=0))
-            cells[model.name, "edit, tok/s", "ssd"].append(decode(port))
-    port = free_port()
+    our_command = [
+        *(sys.executable, "-c", ssd, "serve", "--model", model.folder, "--port", str(ours)),
+        *("--draft-backend", "ngram", "--name", f"lab-{ours}"),
+    ]
     server = str(Path(given.llama) / "llama-server")
-    command = [server, "-m", model.gguf, "--port", str(port), "-c", "4096"]
-    with serving(command, port) as ready:
-        cells[model.name, "ready after, s", "llama.cpp"].append(ready)
+    their_command = [
+        *(server, "-m", model.gguf, "--port", str(theirs)),
+        *("-c", str(2048 * max(STREAMS)), "-np", str(max(STREAMS))),
+    ]
+    with serving(our_command, ours) as our_ready, serving(their_command, theirs) as their_ready:
+        cells[model.name, "ready after, s", "ssd"].append(our_ready)
+        cells[model.name, "ready after, s", "llama.cpp"].append(their_ready)
         for _ in range(given.rounds):
-            cells[model.name, "edit, tok/s", "llama.cpp"].append(decode(port))
+            cells[model.name, "edit, tok/s", "ssd, plain"].append(decode(ours, num_draft_tokens=0))
+            for port, program in ((ours, "ssd"), (theirs, "llama.cpp")):
+                cells[model.name, "edit, tok/s", program].append(decode(port))
+                for streams in STREAMS:
+                    what = f"{streams} streams over HTTP, tok/s"
+                    cells[model.name, what, program].append(throughput(port, streams))
 
 
 def print_table(cells: Cells) -> None:
