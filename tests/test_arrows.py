@@ -155,6 +155,16 @@ def test_no_error_is_swallowed() -> None:
     assert offenders(silent) == {}
 
 
+def test_one_file_changes_the_classes_of_layers() -> None:
+    """Whatever changes a layer's calls is a patch, which can be undone."""
+
+    def assigns(path: Path) -> list[int]:
+        stores = [n for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr == "__class__"]
+        return [node.lineno for node in stores if isinstance(node.ctx, ast.Store)]
+
+    assert list(offenders(assigns)) == ["services/mlx/patches.py"]
+
+
 # ---------------------------------------------------------------- the way of a request
 
 ENTRANCES = (

@@ -36,13 +36,12 @@ from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
 from services.mlx.rope import allow_branches, has_rope
+from services.mlx.selftest import is_close, measure_distance
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
 
 _NAME = "scaled_dot_product_attention"
-_TOLERANCE = 0.05
-"""Relative difference of the logits in the test; half precision rounds coarsely."""
 
 
 class PackedCache:
@@ -241,8 +240,7 @@ def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> Ste
         return False  # attention written out for arrays
     finally:
         record_pass(wanted=False)
-    distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
-    return bool(mx.all(mx.isfinite(flat)).item()) and float(distance) < _TOLERANCE
+    return is_close("shared passes", measure_distance(alone, flat), "shared pass")
 
 
 def find_table(
@@ -260,8 +258,8 @@ def find_table(
     except Exception as error:  # noqa: BLE001
         _log.info("shared passes of this model attend sequence by sequence: %s", error)
         return None
-    distance = np.array(mx.linalg.norm(seated - alone) / mx.linalg.norm(alone))
-    return table if np.isfinite(distance) and float(distance) < _TOLERANCE else None
+    distance = measure_distance(alone, seated)
+    return table if is_close("a table for shared passes", distance, "shared pass") else None
 
 
 def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
@@ -278,9 +276,7 @@ def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps
             ends.append(alone[-1])
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
         return False  # its own form of positions or masks
-    stacked, flat = mx.stack(ends), rows[3:]
-    distance = np.array(mx.linalg.norm(flat - stacked) / mx.linalg.norm(stacked))
-    return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
+    return is_close("trees of tokens", measure_distance(mx.stack(ends), rows[3:]), "tree")
 
 
 def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> Steps[mx.array]:

@@ -5,6 +5,7 @@ rows, the slots that the longest of its sequences needs, and the table's size.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from services.batching.table_cache import Attend, TableCache, TableLayer, TableP
 from services.kernels.cuda.blocks import can_write_in_place
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.kv_rows import find_written
-from services.mlx.tracing.trace_trial import is_worth_it
+from services.mlx.selftest import check
 from services.mlx.tracing.traced_forward import FeatureReader, features_of
 from services.runtime.preparation import Steps
 
@@ -91,5 +92,6 @@ def trace_table_if_faster(
     `run` computes the same pass each time, with a trace or without, and returns its lazy logits.
     """
     traced = TracedTable(model, attend)
-    used = yield from is_worth_it("shared passes", lambda: run(None), lambda: run(traced))
-    return traced if used else None
+    ways = partial(run, None), partial(run, traced)
+    verdict = yield from check("traced shared passes", "trace", *ways, [(), ()])
+    return traced if verdict.faster else None

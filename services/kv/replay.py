@@ -30,6 +30,7 @@ from mlx_lm.models.ssm import ssm_update
 from services.kv.recording import Recording, Recurrence, Tape
 from services.kv.shared_recurrence import Recur, SharedPass
 from services.kv.state import PassSize
+from services.mlx.patches import Patch, install
 
 _TIMED = {
     "gated_delta_update": ("q", "k", "v", "a", "b"),
@@ -62,6 +63,10 @@ class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
             Tape.current.convolved[id(self)] = x
         result: mx.array = super().__call__(x)
         return result
+
+
+def _recording(_: type) -> type:
+    return RecordingConv1d
 
 
 def _hook(update: Callable[..., Any], recur: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +191,7 @@ def install_hooks(model: nn.Module) -> list[nn.Module]:
     for _, module in model.named_modules():
         homes.add(type(module).__module__)
         if type(module) is nn.Conv1d:
-            module.__class__ = RecordingConv1d
+            install([Patch(module, _recording, is_reader=True)])
         if type(module) is RecordingConv1d:
             convolutions.append(module)
     for home in homes:

@@ -31,6 +31,7 @@ from services.kv.replay import (
     plan_replay,
 )
 from services.kv.state import SequenceState
+from services.mlx.selftest import TOLERANCES
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ _PROMPT, _CHAIN, _NEXT = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]
 _KEPT = 2
 _CLOSE = 1e-4
 """Relative distance of logits that counts as rounding in any format."""
-_TOLERANCE = {True: 0.002, False: 0.05}
-"""Tolerance by whether logits are float32; a wrong state must be clearly farther away."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,8 @@ class _Trial:
         """Return [2, vocabulary] logits after the last two tokens, one pass each."""
         self._model(mx.array([_PROMPT]), cache=caches)
         rows = [self._model(mx.array([[token]]), cache=caches)[0, -1] for token in tokens]
-        self._tolerance = _TOLERANCE[rows[0].dtype == mx.float32]
+        is_whole = rows[0].dtype == mx.float32
+        self._tolerance = TOLERANCES["rewinding in float32" if is_whole else "rewinding"]
         return mx.stack(rows[-len(_NEXT) :]).astype(mx.float32)
 
     def proves(self, make: Callable[[], SequenceState], way: str) -> bool:
@@ -241,6 +241,7 @@ class _Trial:
         finally:
             record_pass(wanted=False)
         distance = _distance(logits, self._expected)
+        # A wrong state must be clearly farther away.
         limit = min(self._tolerance, 0.25 * _distance(self._wrong, self._expected))
         if distance <= max(_CLOSE, limit):
             return True

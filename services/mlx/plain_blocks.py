@@ -1,13 +1,15 @@
 """The mlx-lm decoder blocks that our kernels may compute, and how kernels are attached."""
 
+import functools
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from services.mlx.patches import Patch, patches_of
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `TransformerBlock` is x + attention(norm(x)), then x + MLP(norm(x))."""
-_WITH_KERNELS: dict[type, type] = {}
 
 
 class Unfit(Exception):
@@ -37,10 +39,9 @@ def is_plain_block(block: Any) -> bool:
     )
 
 
-def give_kernels(block: Any, kernels: Kernels) -> None:
+def route_through(block: Any, kernels: Kernels) -> Patch:
     """Route the passes that these kernels take through them; all others stay MLX's."""
-    block.kernels = kernels
-    block.__class__ = _class_with_kernels(type(block))
+    return Patch(block, with_kernels, {"kernels": kernels})
 
 
 def find_kernels(model: Any) -> list[Kernels]:
@@ -48,30 +49,20 @@ def find_kernels(model: Any) -> list[Kernels]:
     if not isinstance(model, nn.Module):
         return []
     blocks = [block for _, block in model.named_modules() if hasattr(block, "self_attn")]
-    if not all(type(block) in _WITH_KERNELS.values() for block in blocks):
+    if not all(any(patch.change is with_kernels for patch in patches_of(one)) for one in blocks):
         return []
     return [block.kernels for block in blocks]
 
 
-def take_kernels_away(block: Any) -> None:
-    """Restore a block's own class, if kernels were attached."""
-    kind = type(block)
-    for plain, changed in _WITH_KERNELS.items():
-        if kind is changed:
-            block.__class__ = plain
-            del block.kernels
+@functools.cache
+def with_kernels(plain: type) -> type:
+    """Derive the class of blocks with kernels."""
 
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        kernels: Kernels = self.kernels
+        if kernels.takes(x, cache):
+            return kernels.run(x, mask, cache)
+        by_mlx: mx.array = plain.__call__(self, x, mask, cache)
+        return by_mlx
 
-def _class_with_kernels(plain: type) -> type:
-    if plain not in _WITH_KERNELS:
-
-        def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            kernels: Kernels = self.kernels
-            if kernels.takes(x, cache):
-                return kernels.run(x, mask, cache)
-            by_mlx: mx.array = plain.__call__(self, x, mask, cache)
-            return by_mlx
-
-        members = {"__call__": call}
-        _WITH_KERNELS[plain] = type(f"{plain.__name__}WithKernels", (plain,), members)
-    return _WITH_KERNELS[plain]
+    return type(f"{plain.__name__}WithKernels", (plain,), {"__call__": call})

@@ -1,12 +1,12 @@
 """Hidden states of some layers of an mlx-lm model, captured while the model runs.
 
-mlx-lm has no hooks. A tapped layer is given a subclass of its own class whose call also keeps its
-result; parameters, names and attributes stay unchanged. It is not assumed that a layer returns the
-model's whole state at that point: `prove` injects captured states into a run over other tokens,
-which must then yield the first run's logits.
+The call of a tapped layer also keeps its result. It is not assumed that a layer returns the model's
+whole state at that point: `prove` injects captured states into a run over other tokens, which must
+then yield the first run's logits.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ModelError
+from services.mlx.patches import Patch, install, remove
+from services.mlx.selftest import TOLERANCES
 
 Normalization = Literal["layer", "joint", "final", "none"]
 """As in `FeatureRequest.normalization`."""
@@ -31,10 +33,7 @@ class TrialPasses(NamedTuple):
 
 
 _FIRST, _SECOND = (1, 2, 3, 4, 5), (5, 3, 4, 1, 2)
-_TOLERANCE = 0.02
-"""Relative difference of the logits in the proof; half precision rounds coarsely."""
 _EPS = 1e-6
-_CLASSES: dict[type, type] = {}
 
 
 class _Tap:
@@ -45,22 +44,21 @@ class _Tap:
         self.instead: mx.array | None = None
 
 
-def _class_with_tap(plain: type) -> type:
-    """Return the subclass whose calls go through the layer's tap."""
-    if plain not in _CLASSES:
+@functools.cache
+def _add_tap(plain: type) -> type:
+    """Derive the class whose calls go through the layer's tap."""
 
-        def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            tap: _Tap = self.tap
-            result = plain.__call__(self, *arguments, **named)
-            if tap.instead is not None:
-                # The layer still computes first: with ranks, all have to exchange the same arrays
-                # in the same order.
-                return mx.depends(tap.instead, result)
-            tap.caught = result
-            return result
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        tap: _Tap = self.tap
+        result = plain.__call__(self, *arguments, **named)
+        if tap.instead is not None:
+            # The layer still computes first: with ranks, all have to exchange the same arrays
+            # in the same order.
+            return mx.depends(tap.instead, result)
+        tap.caught = result
+        return result
 
-        _CLASSES[plain] = type(f"Tapped{plain.__name__}", (plain,), {"__call__": call})
-    return _CLASSES[plain]
+    return type(f"Tapped{plain.__name__}", (plain,), {"__call__": call})
 
 
 class Taps:
@@ -91,16 +89,16 @@ class Taps:
             )
         if len(set(layers)) < len(layers):
             raise ModelError(f"the layers {self.layers} cannot be read: one is named twice")
-        self._tapped = [decoder[number] for number in layers]
-        if None in self._tapped:
+        tapped = [decoder[number] for number in layers]
+        if None in tapped:
             raise ModelError(f"some of the layers {self.layers} are on other ranks")
-        if any(hasattr(layer, "tap") for layer in self._tapped):
+        if any(hasattr(layer, "tap") for layer in tapped):
             raise ModelError(f"some of the layers {self.layers} are read already")
         self._taps = [_Tap() for _ in layers]
-        self._classes = [type(layer) for layer in self._tapped]
-        for layer, plain, tap in zip(self._tapped, self._classes, self._taps, strict=True):
-            layer.tap = tap
-            layer.__class__ = _class_with_tap(plain)
+        self._patches = install(
+            Patch(layer, _add_tap, {"tap": tap}, is_reader=True)
+            for layer, tap in zip(tapped, self._taps, strict=True)
+        )
         try:
             if trial is not None:
                 trial.announce(layers)
@@ -110,22 +108,17 @@ class Taps:
             raise
 
     def remove(self) -> None:
-        """Restore the layers' own classes."""
-        for layer, plain in zip(self._tapped, self._classes, strict=True):
-            layer.__class__ = plain
-            del layer.tap
+        """Leave the layers as they were."""
+        remove(self._patches)
 
     @contextlib.contextmanager
     def lift(self) -> Iterator[None]:
-        """Give the layers their own classes meanwhile, which may change."""
-        for layer, plain in zip(self._tapped, self._classes, strict=True):
-            layer.__class__ = plain
+        """Remove the taps meanwhile."""
+        remove(self._patches)
         try:
             yield
         finally:
-            self._classes = [type(layer) for layer in self._tapped]
-            for layer, plain in zip(self._tapped, self._classes, strict=True):
-                layer.__class__ = _class_with_tap(plain)
+            install(self._patches)
 
     def take(self) -> list[mx.array]:
         """Return per layer [rows, tokens, width] of the last run, and drop them.
@@ -163,7 +156,7 @@ def _normalise(state: mx.array) -> mx.array:
     return normalised
 
 
-def is_tapped(model: Any) -> bool:
+def is_add_tap(model: Any) -> bool:
     """Return True if some layers of this model are tapped."""
     return any(hasattr(layer, "tap") for layer in getattr(_inner(model), "layers", ()))
 
@@ -195,7 +188,7 @@ def prove(run: Run, taps: Sequence[_Tap]) -> int:
         distance = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
         if not whole:
             problems.append(f"tap {number} of the target caught no [1, tokens, width] state")
-        elif not distance < _TOLERANCE:
+        elif not distance <= TOLERANCES["tap"]:
             problems.append(
                 f"what tap {number} of the target caught is not the model's whole state: with it, "
                 f"the logits differ by {distance:.2g} of their size"

@@ -18,7 +18,7 @@ from protocol.errors import ModelError
 from protocol.jobs.kernel_report import KernelReport, KernelReportSettings
 from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
-from services.kernels.cuda.equip import equip_for_cuda
+from services.kernels.cuda.blocks import equip_for_cuda
 from services.kernels.metal import attention
 from services.kernels.metal.choice import report, stop_using, try_attention, use_kernels
 from services.kernels.metal.probe import AttentionKind

@@ -18,7 +18,7 @@ from services.batching.slot_table import SlotTable
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
 from services.kernels.cuda.attention import attend_table
-from services.kernels.cuda.equip import equip_for_cuda
+from services.kernels.cuda.blocks import equip_for_cuda
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.fused_linear import fuse_linears

@@ -50,7 +50,7 @@ from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cuda.attention import fit_chunk
-from services.kernels.cuda.equip import equip_for_cuda
+from services.kernels.cuda.blocks import equip_for_cuda
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore

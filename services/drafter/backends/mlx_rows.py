@@ -8,8 +8,6 @@ device between two passes.
 """
 
 import itertools
-import logging
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,21 +21,20 @@ from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.sampling.guess import WIDTHS
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
+from services.mlx import selftest
 from services.mlx.launching import launch
-from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
 from services.mlx.tracing.traced_slots import (
     LayerInputs,
     PassRows,
     Shape,
     count_to,
+    prefill,
     round_to_traced,
     widen,
 )
 from services.runtime.preparation import Steps
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
-
-_log = logging.getLogger(__name__)
 
 TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; larger ones are not traced."""
@@ -48,7 +45,6 @@ _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
 _FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
-_TRIALS = 3
 """Timed runs of some depths; the fastest counts."""
 
 Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
@@ -321,33 +317,17 @@ class TracedPasses:
         def open_traced() -> SideBySide:
             return self._open_trial(prefill(self._model, new_store, _TRIAL_PROMPT), rows)
 
-        try:
-            # First untraced: kernels that are tested before their first use cannot be tested inside
-            # a trace.
-            expected = self.run(open_plain(), rows)
-            yield
-            traced = self.run(open_traced(), rows)
-            yield
-        # Models can fail to be traced in any way: control flow on values, their own caches.
-        except Exception as error:  # noqa: BLE001
-            _log.info("depths of %d rows are not traced: %s", rows, error)
-            return False
-        what = f"traced depths of {rows} rows"
-        if not is_close(what, max(map(measure_distance, expected, traced))):
-            return False
-        plain_s = yield from self._time(open_plain, rows)
-        return is_faster(what, plain_s, (yield from self._time(open_traced, rows)))
+        def run(open_rows: Callable[[], SideBySide]) -> Any:
+            return lambda: self.run(open_rows(), rows)
 
-    def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> Steps[float]:
-        """Return the seconds of a depth in the fastest run."""
-        seconds = []
-        for _ in range(_TRIALS):
-            opened = open_rows()
-            began = time.perf_counter()
-            self.run(opened, rows)
-            seconds.append(time.perf_counter() - began)
-            yield
-        return min(seconds) / _TRIAL_DEPTHS
+        def run_again(open_rows: Callable[[], SideBySide]) -> Any:
+            opened = [open_rows() for _ in range(1 + selftest.TURNS)]
+            return lambda: self.run(opened.pop(), rows)
+
+        ways = open_plain, open_traced
+        timed = map(run_again, ways)
+        what = f"traced depths of {rows} rows"
+        return (yield from selftest.check(what, "trace", *map(run, ways), timed=timed)).faster
 
 
 def _pad(count: int) -> int:

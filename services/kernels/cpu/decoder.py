@@ -6,6 +6,7 @@ several, chains and trees are the same to it: a row has the same bits in all of 
 """
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,13 +36,13 @@ from services.kv.cache import KVStore
 from services.kv.slots import Frame
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
+from services.mlx.patches import Patch, install
 from services.mlx.plain_blocks import Unfit
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
 _MOST_PARTS = 64
 """Sequences of a pass: as in `c/pass.h`."""
-_CLASSES: dict[type, type] = {}
 
 
 class DecoderKernel:
@@ -237,8 +238,7 @@ def _address_of(array: Any) -> int:
 
 def use_decoder(model: Any, kernel: DecoderKernel) -> None:
     """Let the passes of a model that are the kernel's go through it."""
-    model.decoder_kernel = kernel
-    model.__class__ = _class_with_kernel(type(model))
+    install([Patch(model, _with_kernel, {"decoder_kernel": kernel})])
 
 
 def kernel_of(model: Any) -> DecoderKernel | None:
@@ -263,16 +263,15 @@ def fill_only(model: Any) -> Any:
     return fill
 
 
-def _class_with_kernel(plain: type) -> type:
-    """The subclass whose passes go through the model's kernel."""
-    if plain not in _CLASSES:
+@functools.cache
+def _with_kernel(plain: type) -> type:
+    """Derive the class whose passes go through the model's kernel."""
 
-        def call(self: Any, inputs: mx.array, cache: Any = None, *more: Any, **named: Any) -> Any:
-            kernel: DecoderKernel = self.decoder_kernel
-            stores = None if more or named else kernel.stores_of(self, inputs, cache)
-            if stores is not None:
-                return kernel.run(inputs, stores)
-            return plain.__call__(self, inputs, cache, *more, **named)
+    def call(self: Any, inputs: mx.array, cache: Any = None, *more: Any, **named: Any) -> Any:
+        kernel: DecoderKernel = self.decoder_kernel
+        stores = None if more or named else kernel.stores_of(self, inputs, cache)
+        if stores is not None:
+            return kernel.run(inputs, stores)
+        return plain.__call__(self, inputs, cache, *more, **named)
 
-        _CLASSES[plain] = type(f"Packed{plain.__name__}", (plain,), {"__call__": call})
-    return _CLASSES[plain]
+    return type(f"Packed{plain.__name__}", (plain,), {"__call__": call})

@@ -13,17 +13,14 @@ serves a fixed part of the keys, and another kernel merges the parts. Rows of a 
 """
 
 import functools
-import logging
 from typing import Any
 
 import mlx.core as mx
 
 from services.kernels.cuda.kernel import LANES, build
 from services.kv.slots import round_to_bucket
-from services.mlx.tracing.trace_trial import measure_distance
+from services.mlx.selftest import is_right
 from services.mlx.tracing.traced_slots import MOST_SLOTS
-
-_log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
 _MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
@@ -47,8 +44,6 @@ would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md).
 """
 _MERGE_WARPS = 4
 _TYPES = (mx.float16, mx.bfloat16)
-_TOLERANCE = 0.01
-"""Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
 
 def attend(
@@ -332,35 +327,33 @@ is_seen = __syncthreads_or(is_seen);
 @functools.cache
 def _works(dtype: mx.Dtype, size: int) -> bool:
     """Return True if the kernels compile here and match MLX's own attention."""
-    try:
-        # With 32 parts a lane reads several; with many heads the last ones are longer.
-        tried = ((70, 2), (_PART + 70, 2), (33 * _PART, 2), (34 * _PART, _MANY_HEADS))
-        relative = max(_compare(dtype, size, *one) for one in tried)
-    except (RuntimeError, ValueError, OSError) as error:
-        _log.warning("the attention kernel for few queries does not run here: %s", error)
-        return False
-    if not relative < _TOLERANCE:
-        _log.warning("the attention kernel for few queries is %.2g from MLX's: not used", relative)
-        return False
-    return True
+    # With 32 parts a lane reads several; with many heads the last ones are longer.
+    shapes = ((70, 2), (_PART + 70, 2), (33 * _PART, 2), (34 * _PART, _MANY_HEADS))
+    inputs = [_make_inputs(dtype, size, *shape) for shape in shapes]
+    return is_right("attention of few queries", "attention", _attend_by_mlx, _attend_both, inputs)
 
 
-def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
-    """Return the relative distance of our attention over this many slots from MLX's.
+def _make_inputs(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> tuple[mx.array, ...]:
+    """Return queries, keys, values and a mask, laid out as in a model.
 
-    The arrays are laid out as in a model: the first slots of larger buffers, and queries whose
-    heads are next to each other.
+    Keys are the first slots of larger buffers, and the heads of a query are next to each other.
     """
-    scale, shape = 0.7 * size**-0.5, (1, kv_heads, slots + 26, size)
+    shape = (1, kv_heads, slots + 26, size)
     queries, keys, values = (
         mx.random.normal(shape, dtype, key=mx.random.key(seed))
         for seed, shape in enumerate([(1, 3, 2 * kv_heads, size), shape, shape])
     )
-    queries, keys, values = queries.swapaxes(1, 2), keys[..., :slots, :], values[..., :slots, :]
     mask = mx.arange(slots)[None] <= mx.array([[slots - 30], [slots - 4], [slots - 1]])
-    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    out = _attend_alone(queries, keys, values, scale, mask)
-    # The first slots of the keys serve as the table's seat, where each row attends to the same.
-    arrays = {"q": queries, "k": keys[0], "v": values[0], "mask": mask}
-    in_table = _attend_seats({**arrays, "first": mx.zeros(3, mx.int32)}, scale)
-    return max(measure_distance(expected, out), measure_distance(expected, in_table))
+    return queries.swapaxes(1, 2), keys[..., :slots, :], values[..., :slots, :], mask
+
+
+def _attend_by_mlx(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> list[mx.array]:
+    scale = 0.7 * q.shape[-1] ** -0.5
+    return [mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)] * 2
+
+
+def _attend_both(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> list[mx.array]:
+    """Attend alone, and with the first slots of the keys as the seat of all rows in a table."""
+    scale = 0.7 * q.shape[-1] ** -0.5
+    arrays = {"q": q, "k": k[0], "v": v[0], "mask": mask, "first": mx.zeros(3, mx.int32)}
+    return [_attend_alone(q, k, v, scale, mask), _attend_seats(arrays, scale)]

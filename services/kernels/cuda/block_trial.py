@@ -1,6 +1,5 @@
 """Self-test of decoder blocks: are ours correct, and faster than MLX's with our products?"""
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,19 +10,12 @@ from msgspec.structs import replace
 from protocol.jobs.kernel_report import KernelProbe
 from services.kernels.cuda.choice import in_trace
 from services.kv.slots import BUCKET
-from services.mlx.tracing.trace_trial import measure_distance, time_in_turn
+from services.mlx.selftest import check
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import Steps
 
-_log = logging.getLogger(__name__)
-
 BLOCKS = 4
 """Number of blocks tested."""
-_TOLERANCES = {mx.float16: 0.01, mx.bfloat16: 0.04}
-"""Relative tolerance of a block's addition to its input.
-
-MLX rounds each step of a gate, our kernel only its end.
-"""
 _ROWS, _TIMED_ROWS = (1, 4, 16, 32), 4
 """Numbers of rows that are compared, and the one that is timed."""
 _BEFORE = 20
@@ -45,36 +37,36 @@ def compare(pairs: Pairs, products: KernelProbe) -> Steps[KernelProbe]:
     """Compare these blocks for the numbers of rows that our products serve."""
     block, kernels = pairs[0]
     probe = KernelProbe(kernel="block", shape=f"blocks of {type(block).__module__}")
-    dtype, distance = kernels.weight.dtype, 0.0
-    for rows in _ROWS:
-        if not products.least_rows <= rows <= products.most_rows:
-            continue
-        trial = _Trial(pairs, rows)
-        try:
-            distance = max(distance, trial.measure_distance())
-        except (RuntimeError, ValueError, TypeError, OSError) as error:
-            return _refuse(probe, f"of {rows} rows they do not run here: {error}")
-        if not distance < _TOLERANCES.get(dtype, min(_TOLERANCES.values())):
-            return _refuse(probe, f"of {rows} rows they are {distance:.2g} from MLX's")
-        yield
-    timed = min(_TIMED_ROWS, products.most_rows)
-    own_s, mlx_s = yield from _Trial(pairs, timed).time()
-    faster = own_s < _SHARE * mlx_s
-    _log.info("a block: %.3f ms by our kernels, %.3f ms by MLX", 1e3 * own_s, 1e3 * mlx_s)
+    least, most = products.least_rows, products.most_rows
+    timed = min(_TIMED_ROWS, most)
+    by_mlx, by_us = (partial(_add, pairs, ours=ours) for ours in (False, True))
+    verdict = yield from check(
+        f"our kernels for {probe.shape}",
+        "block in bfloat16" if kernels.weight.dtype == mx.bfloat16 else "block",
+        by_mlx,
+        by_us,
+        [(rows,) for rows in _ROWS if least <= rows <= most],
+        share=_SHARE,
+        timed=[_Trial(pairs, timed).trace(ours=ours, chained=True) for ours in (False, True)],
+    )
+    if not verdict.right:
+        return replace(probe, reason=verdict.reason)
+    per_block = 1e3 / (_TURNS * len(pairs))
     return replace(
         probe,
-        least_rows=products.least_rows if faster else 0,
-        most_rows=products.most_rows if faster else 0,
-        reason="" if faster else "they are slower than MLX's",
-        distance=distance,
-        own_ms={timed: 1e3 * own_s},
-        mlx_ms={timed: 1e3 * mlx_s},
+        least_rows=least if verdict.faster else 0,
+        most_rows=most if verdict.faster else 0,
+        reason="" if verdict.faster else "they are slower than MLX's",
+        distance=verdict.distance,
+        own_ms={timed: per_block * verdict.ours_s},
+        mlx_ms={timed: per_block * verdict.usual_s},
     )
 
 
-def _refuse(probe: KernelProbe, reason: str) -> KernelProbe:
-    _log.warning("our kernels for blocks: %s", reason)
-    return replace(probe, reason=reason)
+def _add(pairs: Pairs, rows: int, *, ours: bool) -> list[mx.array]:
+    """Return what each block adds to this number of rows."""
+    trial = _Trial(pairs, rows)
+    return [after - trial.x for after in trial.trace(ours=ours, chained=False)()]
 
 
 class _Trial:
@@ -89,28 +81,14 @@ class _Trial:
         self._pairs, self._rows = pairs, rows
         heads, weight = pairs[0][1].heads, pairs[0][1].weight
         keys = iter(mx.random.split(mx.random.key(rows), 2 * len(pairs) + 1))
-        self._x = mx.random.normal((1, rows, weight.shape[1]), weight.dtype, key=next(keys))
+        self.x = mx.random.normal((1, rows, weight.shape[1]), weight.dtype, key=next(keys))
         shape = (1, heads.kv_heads, BUCKET, heads.size)
         self._buffers = [
             [mx.random.normal(shape, weight.dtype, key=next(keys)) for _ in range(2)] for _ in pairs
         ]
         self._visible = mx.arange(BUCKET)[None] <= _BEFORE + mx.arange(rows)[:, None]
 
-    def measure_distance(self) -> float:
-        """Return the largest distance of what our kernels add to the rows, over all blocks."""
-        results = [self._trace(ours=ours, chained=False)() for ours in (False, True)]
-        return max(
-            measure_distance(by_mlx - self._x, by_us - self._x)
-            for by_mlx, by_us in zip(*results, strict=True)
-        )
-
-    def time(self) -> Steps[list[float]]:
-        """Return the seconds per block by our kernels and by MLX, run alternately."""
-        ways = [self._trace(ours=ours, chained=True) for ours in (True, False)]
-        count = _TURNS * len(self._pairs)
-        return [seconds / count for seconds in (yield from time_in_turn(ways))]
-
-    def _trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
+    def trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
         """Trace the blocks, each over the rows or over the result of the previous block."""
 
         def run(
@@ -126,4 +104,4 @@ class _Trial:
             return found[-1:] if chained else found
 
         compiled: Callable[..., list[mx.array]] = mx.compile(run)
-        return partial(compiled, self._x, mx.array(_BEFORE), self._buffers, self._visible)
+        return partial(compiled, self.x, mx.array(_BEFORE), self._buffers, self._visible)

@@ -20,15 +20,16 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.kernels.cuda import product
 from services.kernels.cuda.attention import attends_any_length
 from services.kernels.cuda.block_trial import BLOCKS, compare
-from services.kernels.cuda.choice import TracedLinear, serves
+from services.kernels.cuda.choice import TracedLinear, use_products
 from services.kernels.cuda.rotate import SIZES, HeadNorm, Heads, rotate, rotate_into
 from services.mlx.fused_linear import FusedSlice
+from services.mlx.patches import install, remove_all
 from services.mlx.plain_blocks import (
     Unfit,
     find_kernels,
-    give_kernels,
     is_plain_block,
-    take_kernels_away,
+    route_through,
+    with_kernels,
 )
 from services.mlx.rope import BranchRope
 from services.runtime.preparation import Steps
@@ -76,7 +77,7 @@ class BlockKernels:
             and x.shape[0] == 1
             and isinstance(positions, mx.array)
             and positions.shape == (x.shape[1],)
-            and serves(x, self.weight)
+            and self._qkv.serves(x)
         )
 
     def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
@@ -145,6 +146,17 @@ def _read_speeds(rope: Any) -> tuple[int, mx.array]:
     return rope.dims, rope.scale * mx.power(mx.array(rope.base, mx.float32), -powers)
 
 
+def equip_for_cuda(model: Any) -> Steps[list[KernelProbe]]:
+    """Let traces use our kernels where that pays, in a model whose products are joined.
+
+    Returns:
+        The measurements; empty if the model is not supported.
+    """
+    products = yield from use_products(model)
+    blocks = None if products is None else (yield from use_blocks(model, products))
+    return [probe for probe in (products, blocks) if probe is not None]
+
+
 def use_blocks(model: nn.Module, products: KernelProbe) -> Steps[KernelProbe | None]:
     """Route few rows in traces through our kernels in every supported block.
 
@@ -158,8 +170,8 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> Steps[KernelProbe | N
         The measurements; None if no block is supported, or no product is ours.
     """
     fit: list[tuple[Any, BlockKernels]] = []
+    remove_all(model, with_kernels)
     for _, block in model.named_modules():
-        take_kernels_away(block)
         if not products.least_rows or not is_plain_block(block):
             continue
         try:
@@ -171,8 +183,7 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> Steps[KernelProbe | N
     compared = yield from compare(fit[:BLOCKS], products)
     found = msgspec.structs.replace(compared, layers=len(fit))
     if found.least_rows:
-        for block, kernels in fit:
-            give_kernels(block, kernels)
+        install(route_through(*pair) for pair in fit)
     return found
 
 

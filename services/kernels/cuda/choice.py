@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from services.kernels.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.launching import launch
 from services.mlx.loader import compute_unit
-from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
+from services.mlx.patches import Patch, install, patches_of, remove
+from services.mlx.selftest import check, pays
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -34,59 +36,46 @@ _EVEN = 1.03
 """Share of MLX's time that single rows may take, for bits equal to those of several rows."""
 _MOST_SLOWER = 2
 """Consecutive numbers of rows without a gain, after which larger ones are not tried."""
-_TOLERANCE = 0.01
-"""Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
 
-@dataclass
-class _Use:
-    """Use of the kernel in this process."""
-
-    least_rows: int = 0
-    most_rows: int = 0
-    tracing: bool = False
-
-
-_use = _Use()
+_tracing = ContextVar("tracing", default=False)
 
 
 @contextmanager
 def in_trace() -> Iterator[None]:
     """Allow the kernel for products of few rows inside: the graph will be replayed."""
-    before, _use.tracing = _use.tracing, True
+    before = _tracing.set(True)
     try:
         yield
     finally:
-        _use.tracing = before
+        _tracing.reset(before)
 
 
-@contextmanager
-def serving(least_rows: int, most_rows: int) -> Iterator[None]:
-    """Route up to this many rows of traced code inside through our kernels, blocks too; 0: none."""
-    before = _use.least_rows, _use.most_rows
-    _use.least_rows, _use.most_rows = least_rows, most_rows
-    try:
-        yield
-    finally:
-        _use.least_rows, _use.most_rows = before
+@dataclass
+class FewRows:
+    """The numbers of rows for which a model's traces use our kernels, blocks too."""
 
+    least: int = 0
+    most: int = 0
 
-def serves(x: mx.array, weight: mx.array) -> bool:
-    """Return True if this product currently uses our kernel."""
-    rows = x.size // x.shape[-1]
-    return _use.tracing and _use.least_rows <= rows <= _use.most_rows and product.takes(x, weight)
+    def serve(self, x: mx.array, weight: mx.array) -> bool:
+        """Return True if this product currently uses our kernel."""
+        is_within = _tracing.get() and self.least <= x.size // x.shape[-1] <= self.most
+        return is_within and product.takes(x, weight)
 
 
 class TracedLinear(nn.Linear):
     """A layer whose few rows use our kernel."""
 
+    few_rows: FewRows
+
     def serves(self, x: mx.array) -> bool:
         """Return True if these rows use our kernel."""
-        return serves(x, self.weight)
+        return self.few_rows.serve(x, self.weight)
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., rows, inputs] -> [..., rows, outputs]."""
-        if not serves(x, self.weight):
+        if not self.serves(x):
             by_mlx: mx.array = super().__call__(x)
             return by_mlx
         found = product.multiply(x, self.weight)
@@ -96,9 +85,11 @@ class TracedLinear(nn.Linear):
 class TracedEmbedding(nn.Embedding):
     """A tied embedding whose logits of few rows use our kernel."""
 
+    few_rows: FewRows
+
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of [..., rows, inputs]."""
-        if not serves(x, self.weight):
+        if not self.few_rows.serve(x, self.weight):
             by_mlx: mx.array = super().as_linear(x)
             return by_mlx
         return product.multiply(x, self.weight)
@@ -113,16 +104,17 @@ def use_products(model: nn.Module) -> Steps[KernelProbe | None]:
     Replaces the choice of an earlier call. Returns None on other devices, and for models whose
     weights the kernel does not support.
     """
-    _use.least_rows = _use.most_rows = 0
     layers = list(_find_layers(model)) if compute_unit() == "cuda" else []
     if not layers:
         return None
-    by_shape = defaultdict[Any, list[Any]](list)
+    by_shape, few = defaultdict[Any, list[Any]](list), FewRows()
     for layer in layers:
-        layer.__class__ = _LAYERS_OF_OURS.get(type(layer), type(layer))
+        remove(patches_of(layer))
+        install([Patch(layer, _LAYERS_OF_OURS.__getitem__, {"few_rows": few})])
         by_shape[layer.weight.shape].append(layer)
-    found = yield from _try_rows([layer for own in by_shape.values() for layer in own[:_LAYERS]])
-    _use.least_rows, _use.most_rows = found.least_rows, found.most_rows
+    some = [layer for own in by_shape.values() for layer in own[:_LAYERS]]
+    found = yield from _try_rows(some, few)
+    few.least, few.most = found.least_rows, found.most_rows
     name = str(layers[0].weight.dtype).rpartition(".")[2]
     _log.info(
         "products of %d to %d rows go through our kernel in traces",
@@ -148,31 +140,23 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
     yield from (layer for layer in different.values() if product.takes(layer.weight, layer.weight))
 
 
-def _try_rows(layers: list[Any]) -> Steps[KernelProbe]:
+def _try_rows(layers: list[Any], few: FewRows) -> Steps[KernelProbe]:
     """Find the numbers of rows for which the kernel is correct, and faster in total."""
     furthest, reason, slower = 0.0, "", 0
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
         inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
-        try:
-            by_mlx, ours = (_trace(layers, most_rows) for most_rows in (0, rows))
-            distance = max(map(measure_distance, by_mlx(inputs), ours(inputs)))
-        except (RuntimeError, ValueError, TypeError, OSError) as error:
-            reason = f"of {rows} rows it does not run here: {error}"
+        usual, ours = (partial(_repeat, _trace(layers, few, most), inputs) for most in (0, rows))
+        verdict = yield from check(f"products of {rows} rows", "product", usual, ours)
+        if not verdict.right:
+            reason = f"of {rows} rows {verdict.reason}"
             break
-        furthest = max(furthest, distance)
-        if not distance < _TOLERANCE:
-            reason = f"of {rows} rows its result is {distance:.2g} from MLX's"
-            break
-        yield
-        ways = [partial(_repeat, way, inputs) for way in (ours, by_mlx)]
-        own_s, mlx_s = yield from time_in_turn(ways)
-        own_ms[rows], mlx_ms[rows] = 1e3 * own_s / _AHEAD, 1e3 * mlx_s / _AHEAD
+        furthest = max(furthest, verdict.distance)
+        own_ms[rows] = 1e3 * verdict.ours_s / _AHEAD
+        mlx_ms[rows] = 1e3 * verdict.usual_s / _AHEAD
         slower = 0 if rows == 1 or pays(own_ms[rows], mlx_ms[rows]) else slower + 1
         if slower == _MOST_SLOWER:
             break
-    if reason:
-        _log.warning("our kernel for products: %s", reason)
     least, most = _choose_range(own_ms, mlx_ms)
     if not reason and most < _ROWS[-1]:
         reason = "more are faster by MLX" if most else "it is not faster than MLX's"
@@ -214,12 +198,16 @@ def _repeat(products: Products, inputs: list[mx.array]) -> list[mx.array]:
     return outputs
 
 
-def _trace(layers: list[Any], most_rows: int) -> Products:
+def _trace(layers: list[Any], few: FewRows, most_rows: int) -> Products:
     """Trace the products of all these layers, by the kernel up to `most_rows` rows."""
 
     def multiply(inputs: list[mx.array]) -> list[mx.array]:
-        with serving(1, most_rows), in_trace():
-            return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+        few.least, few.most = 1, most_rows
+        try:
+            with in_trace():
+                return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+        finally:
+            few.least = few.most = 0
 
     compiled: Products = mx.compile(multiply)
     return compiled

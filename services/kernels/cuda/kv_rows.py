@@ -8,7 +8,6 @@ and must make every reader wait for the rows (`wait_for`).
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ import numpy as np
 
 from services.kernels.cuda.kernel import build
 from services.mlx.loader import compute_unit
-
-_log = logging.getLogger(__name__)
+from services.mlx.selftest import is_right
 
 _TYPES = (mx.float16, mx.bfloat16)
 _THREADS = 256
@@ -152,32 +150,25 @@ def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
 @functools.cache
 def _works(dtype: mx.Dtype) -> bool:
     """Return True if rows are written to their slots, and nothing else changes."""
-    try:
-        is_right = _try(dtype)
-    except (RuntimeError, ValueError, OSError) as error:
-        _log.warning("keys and values are not written in place: %s", error)
-        return False
-    if not is_right:
-        _log.warning("keys and values are not written in place: the self-test failed")
-    return is_right
-
-
-def _try(dtype: mx.Dtype) -> bool:
     before = [mx.random.normal((1, 2, 16, 8), dtype, key=mx.random.key(seed)) for seed in (1, 2)]
     rows = [mx.random.normal((1, 3, 2, 8), dtype, key=mx.random.key(seed)) for seed in (3, 4)]
-    slots = mx.array([9, 3, 12], mx.int32)
-    mx.eval(before, rows)
-    keys, values = (_read(array) for array in before)
-    keys[:, :, [9, 3, 12]], values[:, :, [9, 3, 12]] = (_read(row.swapaxes(1, 2)) for row in rows)
+    inputs = [(before, [row.swapaxes(1, 2) for row in rows])]
+    what = "keys and values written in place"
+    return is_right(what, "bits", _write_by_hand, _write_and_move, inputs)
+
+
+def _write_by_hand(before: list[mx.array], rows: list[mx.array]) -> list[mx.array]:
+    buffers: list[Any] = [np.array(array.astype(mx.float32)) for array in before]
+    for buffer, row in zip(buffers, rows, strict=True):
+        buffer[:, :, [9, 3, 12]] = np.array(row.astype(mx.float32))
+        buffer[:, :, [2, 3, 4]] = buffer[:, :, [3, 4, 9]]
+    return [mx.array(buffer) for buffer in buffers]
+
+
+def _write_and_move(before: list[mx.array], rows: list[mx.array]) -> list[mx.array]:
     # Reading has moved them; the kernel needs device memory.
-    into = [mx.maximum(array, array) for array in before]
-    mx.eval(into)
-    mx.eval(write(KVBuffers(into[0], into[1], slots), *(row.swapaxes(1, 2) for row in rows)))
-    mx.eval(move(into[0], into[1], mx.array([3, 4, 9], mx.int32), 2))
-    for array in (keys, values):
-        array[:, :, [2, 3, 4]] = array[:, :, [3, 4, 9]]
-    return bool(np.array_equal(_read(into[0]), keys) and np.array_equal(_read(into[1]), values))
-
-
-def _read(array: mx.array) -> Any:
-    return np.array(array.astype(mx.float32))
+    keys, values = [mx.maximum(array, array) for array in before]
+    mx.eval(keys, values)
+    mx.eval(write(KVBuffers(keys, values, mx.array([9, 3, 12], mx.int32)), *rows))
+    mx.eval(move(keys, values, mx.array([3, 4, 9], mx.int32), 2))
+    return [keys, values]

@@ -13,13 +13,13 @@ from protocol.decoding.token_tree import read_tree
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
 from services.kv.cache import KVStore
 from services.mlx.launching import launch_in_pieces
-from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
+from services.mlx.selftest import is_close, is_faster, measure_distance
 from services.mlx.tracing.traced_forward import (
     TRACED_SLOTS,
     Prelaunched,
     TracedForward,
 )
-from services.mlx.tracing.traced_slots import widen
+from services.mlx.tracing.traced_slots import prefill, widen
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)

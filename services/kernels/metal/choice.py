@@ -19,6 +19,7 @@ from services.kernels.metal import attention, product
 from services.kernels.metal.probe import AttentionKind, probe_attention, probe_product
 from services.kernels.metal.product import Quantised
 from services.mlx.loader import compute_unit
+from services.mlx.patches import Patch, install, remove_all
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,10 @@ class FewRowsEmbedding(nn.QuantizedEmbedding):
 _LAYERS_OF_OURS = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: FewRowsEmbedding}
 
 
+def _serve_few_rows(plain: type) -> type:
+    return _LAYERS_OF_OURS[plain]
+
+
 def use_kernels(model: Any, mode: MetalKernels) -> Steps[None]:
     """Use the kernels in a model on Metal that are correct and faster, or all that are correct.
 
@@ -93,9 +98,12 @@ def use_kernels(model: Any, mode: MetalKernels) -> Steps[None]:
     stop_using(model)
     if compute_unit() != "metal" or mode == "off":
         return
-    if mode == "auto" and has_accelerators():
+    module: Any = mx  # it lacks type hints
+    name = str(module.device_info().get("device_name", ""))
+    chip = re.search(r"\bM(\d+)", name)
+    if mode == "auto" and chip is not None and int(chip[1]) >= _FIRST_WITH_ACCELERATORS:
         _in_use.note = (
-            f"not used on {_device_name()}, whose GPU multiplies matrices in units of its own; "
+            f"not used on {name}, whose GPU multiplies matrices in units of its own; "
             "`metal_kernels=on` uses them"
         )
         _log.info("kernels for few rows: %s", _in_use.note)
@@ -116,20 +124,17 @@ def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
     mx.eval(some)
     probe = probe_product(some, always=_in_use.mode == "on")
     if probe.least_rows:
-        for layer, own in layers:
-            layer.__class__ = _LAYERS_OF_OURS[type(layer)]
-            layer.served = _Served(own, probe.least_rows)
+        install(
+            Patch(layer, _serve_few_rows, {"served": _Served(own, probe.least_rows)})
+            for layer, own in layers
+        )
     counted = {name: getattr(probe, name) for name in probe.__struct_fields__}
     return KernelProbe(**{**counted, "layers": len(layers)})
 
 
 def stop_using(model: Any) -> None:
     """Compute only by MLX from now on."""
-    back = {ours: theirs for theirs, ours in _LAYERS_OF_OURS.items()}
-    for _, layer in model.named_modules():
-        if type(layer) in back:
-            layer.__class__ = back[type(layer)]
-            del layer.served
+    remove_all(model, _serve_few_rows)
     vars(_in_use).update(vars(_InUse()))
 
 
@@ -161,14 +166,3 @@ def report() -> KernelReport:
     """Report the test results so far."""
     attentions = list((_in_use.attention or {}).values())
     return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
-
-
-def has_accelerators() -> bool:
-    """Return True if this GPU has matrix units, like those of M5 chips."""
-    match = re.search(r"\bM(\d+)", _device_name())
-    return match is not None and int(match[1]) >= _FIRST_WITH_ACCELERATORS
-
-
-def _device_name() -> str:
-    module: Any = mx  # it lacks type hints
-    return str(module.device_info().get("device_name", ""))

@@ -1,24 +1,20 @@
 """Self-test of a kernel when a model is loaded: is it correct, and faster than MLX's own?"""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from protocol.jobs.kernel_report import KernelName, KernelProbe
 from services.kernels.metal import attention, product
 from services.kernels.metal.product import MOST_ROWS, Quantised
-from services.mlx.tracing.trace_trial import measure_distance
+from services.mlx.selftest import UNTIMED, Way, check, time_in_turn
+from services.runtime.preparation import run_all
 
 _log = logging.getLogger(__name__)
 
 TIMED_ROWS = (1, 2, 4, 8, 16)
-_TOLERANCE = 0.01
-"""Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
-_TRIALS = 5
-"""Repetitions, of which the fastest counts."""
 _CALLS = 8
 """Calls at once, so that launches cost as much as in a pass."""
 _WORTHWHILE = 0.95
@@ -32,7 +28,8 @@ cost.
 _SLOTS = (256, 4096)
 """Numbers of keys for which attention is timed."""
 
-Calls = Callable[[], list[mx.array]]
+Ways = tuple[Callable[[], list[mx.array]], Callable[[], list[mx.array]]]
+"""MLX's calls and ours."""
 
 
 class AttentionKind(NamedTuple):
@@ -45,9 +42,12 @@ class AttentionKind(NamedTuple):
 
 
 class _Comparison(NamedTuple):
-    distance: float
-    same_bits: bool
-    """True if a row's bits are the same in any batch."""
+    """A part of a kernel's self-test, as for `selftest.check`."""
+
+    operation: str
+    usual: Way
+    ours: Way
+    inputs: list[tuple[Any, ...]]
 
 
 def probe_product(layers: Sequence[Quantised], *, always: bool) -> KernelProbe:
@@ -63,14 +63,25 @@ def probe_product(layers: Sequence[Quantised], *, always: bool) -> KernelProbe:
     shape = f"{groups * size} to {outputs}, {bits} bits, groups of {size}, {_type(dtype)}"
     chosen = [layers[i % len(layers)] for i in range(_CALLS)]
 
-    def times(rows: int) -> tuple[Calls, Calls]:
+    def time(rows: int) -> Ways:
         x = _normal((rows, groups * size), dtype)
         return (
-            lambda: [product.multiply(x, layer) for layer in chosen],
             lambda: [_by_mlx(x, layer) for layer in chosen],
+            lambda: [product.multiply(x, layer) for layer in chosen],
         )
 
-    return _judge("product", shape, lambda: _compare_product(layers[0]), times, always=always)
+    x = _normal((MOST_ROWS, groups * size), dtype)
+    counts = [(count,) for count in range(1, MOST_ROWS)]
+    comparisons = (
+        _Comparison("product", _by_mlx, product.multiply, [(x, layers[0])]),
+        _Comparison(
+            "bits",
+            lambda n: product.multiply(x, layers[0])[:n],
+            lambda n: product.multiply(x[:n], layers[0]),
+            counts,
+        ),
+    )
+    return _judge("product", shape, comparisons, time, always=always)
 
 
 def _by_mlx(x: mx.array, weights: Quantised) -> mx.array:
@@ -80,33 +91,21 @@ def _by_mlx(x: mx.array, weights: Quantised) -> mx.array:
     )  # fmt: skip
 
 
-def _compare_product(weights: Quantised) -> _Comparison:
-    inputs = weights.scales.shape[1] * weights.group_size
-    x = _normal((MOST_ROWS, inputs), weights.scales.dtype)
-    products = product.multiply(x, weights)
-    expected = _by_mlx(x, weights)
-    same = [
-        mx.array_equal(product.multiply(x[:n], weights), products[:n]).item()
-        for n in range(1, MOST_ROWS)
-    ]
-    return _Comparison(measure_distance(expected, products), all(same))
-
-
 def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
     """Test attention of this shape."""
     heads, kv_heads, size, dtype = shape
     words = f"{heads} heads of {size} over {kv_heads}, {_type(dtype)}"
 
-    def times(rows: int) -> tuple[Calls, Calls]:
+    def time(rows: int) -> Ways:
         calls = [_attention_inputs(shape, rows, slots) for slots in _SLOTS]
         mask = None if rows == 1 else "causal"
         scale = size**-0.5
         return (
-            lambda: [attention.attend(q, k, v, scale, mask) for q, k, v in calls],
             lambda: [_attend_by_mlx(q, k, v, scale, mask) for q, k, v in calls],
+            lambda: [attention.attend(q, k, v, scale, mask) for q, k, v in calls],
         )
 
-    return _judge("attention", words, lambda: _compare_attention(shape), times, always=always)
+    return _judge("attention", words, _compare_attention(shape), time, always=always)
 
 
 def _attention_inputs(
@@ -128,54 +127,57 @@ def _attend_by_mlx(
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
 
-def _compare_attention(shape: AttentionKind) -> _Comparison:
+def _compare_attention(shape: AttentionKind) -> list[_Comparison]:
     """Compare chains and trees in one chunk of keys and in several; then row by row."""
-    count, distances = 7, []
+    count, inputs = 7, list[tuple[Any, ...]]()
     for slots in (70, 600):
         q, k, v = _attention_inputs(shape, count, slots)
         ends = mx.array([[slots - 3 * (i % 3)] for i in range(count)])
-        for mask in ("causal", mx.arange(slots)[None] < ends):
-            out = attention.attend(q, k, v, 0.1, mask)
-            distances.append(measure_distance(_attend_by_mlx(q, k, v, 0.1, mask), out))
-    together, same = attention.attend(q, k, v, 0.1, "causal"), []
-    for row in range(count):
-        end = slots - count + row + 1
-        alone = attention.attend(
-            q[:, :, row : row + 1], k[..., :end, :], v[..., :end, :], 0.1, None
-        )
-        same.append(mx.array_equal(alone[:, :, 0], together[:, :, row]).item())
-    return _Comparison(max(distances), all(same))
+        inputs += [(q, k, v, 0.1, mask) for mask in ("causal", mx.arange(slots)[None] < ends)]
+
+    def attend_in_chain(row: int) -> mx.array:
+        return attention.attend(q, k, v, 0.1, "causal")[:, :, row]
+
+    def attend_alone(row: int) -> mx.array:
+        end, rows = slots - count + row + 1, slice(row, row + 1)
+        return attention.attend(q[:, :, rows], k[..., :end, :], v[..., :end, :], 0.1, None)[:, :, 0]
+
+    return [
+        _Comparison("attention", _attend_by_mlx, attention.attend, inputs),
+        _Comparison("bits", attend_in_chain, attend_alone, [(row,) for row in range(count)]),
+    ]
 
 
 def _judge(
     kernel: KernelName,
     shape: str,
-    compare: Callable[[], _Comparison],
-    times: Callable[[int], tuple[Calls, Calls]],
+    comparisons: Sequence[_Comparison],
+    time: Callable[[int], Ways],
     *,
     always: bool,
 ) -> KernelProbe:
-    try:
-        distance, same_bits = compare()
-        if not (distance < _TOLERANCE and same_bits):
-            bits = "" if same_bits else " and a row's bits depend on the other rows"
-            reason = f"its result is {distance:.2g} from MLX's{bits}"
-            return _report(
-                KernelProbe(kernel=kernel, shape=shape, reason=reason, distance=distance)
-            )
-        own, mlx = dict[int, float](), dict[int, float]()
-        for rows in TIMED_ROWS:
-            ours, theirs = times(rows)
-            own[rows], mlx[rows] = _time(ours), _time(theirs)
-    except (RuntimeError, ValueError, TypeError, OSError) as error:
-        reason = f"it does not run here: {error}"
-        return _report(KernelProbe(kernel=kernel, shape=shape, reason=reason))
+    what, distance = f"Metal {kernel}, {shape}", 0.0
+    for comparison in comparisons:
+        bits = comparison.operation == "bits"
+        whole = f"{what}, bits of fewer rows" if bits else what
+        verdict = run_all(check(whole, *comparison, share=UNTIMED))
+        distance = max(distance, verdict.distance)
+        if not verdict.right:
+            reason = "a row's bits depend on the other rows" if bits else verdict.reason
+            return KernelProbe(kernel=kernel, shape=shape, reason=reason, distance=distance)
+    own, mlx = dict[int, float](), dict[int, float]()
+    for rows in TIMED_ROWS:
+        ways = time(rows)
+        calls = len(ways[0]())
+        mlx[rows], own[rows] = (1e3 * s / calls for s in run_all(time_in_turn(ways)))
     least, reason = (1, "") if always else choose_rows(own, mlx)
-    return _report(
-        KernelProbe(
-            kernel=kernel, shape=shape, least_rows=least, reason=reason, distance=distance,
-            own_ms=own, mlx_ms=mlx,
-        )
+    shares = ", ".join(f"{rows}: {own[rows] / mlx[rows]:.2f}" for rows in own)
+    used = f"used from {least} rows on" if least else "not used"
+    said = f"{used}: {reason}" if reason else used
+    _log.info("%s: %s; share of MLX's time by rows: %s", what, said, shares)
+    return KernelProbe(
+        kernel=kernel, shape=shape, least_rows=least, reason=reason, distance=distance,
+        own_ms=own, mlx_ms=mlx,
     )  # fmt: skip
 
 
@@ -187,31 +189,6 @@ def choose_rows(own: dict[int, float], mlx: dict[int, float]) -> tuple[int, str]
         if share <= _FEWEST and sum(served) <= _WORTHWHILE * len(served):
             return least, "" if least == 1 else "fewer are faster by MLX"
     return 0, "it is not faster than MLX's"
-
-
-def _report(probe: KernelProbe) -> KernelProbe:
-    what = f"Metal {probe.kernel}, {probe.shape}"
-    if probe.own_ms:
-        used = f"used from {probe.least_rows} rows on" if probe.least_rows else "not used"
-        shares = [f"{probe.own_ms[rows] / probe.mlx_ms[rows]:.2f}" for rows in probe.own_ms]
-        said = f"{used}: {probe.reason}" if probe.reason else used
-        rows = ", ".join(map(str, probe.own_ms))
-        _log.info("%s: %s; %s rows take %s of MLX's time", what, said, rows, ", ".join(shares))
-    else:
-        _log.warning("%s: not used: %s", what, probe.reason)
-    return probe
-
-
-def _time(calls: Calls) -> float:
-    """Return the milliseconds of one of these calls."""
-    mx.eval(calls())
-    seconds = []
-    for _ in range(_TRIALS):
-        started = time.perf_counter()
-        count = len(results := calls())
-        mx.eval(results)
-        seconds.append((time.perf_counter() - started) / count)
-    return 1e3 * min(seconds)
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.mlx.launching import launch, launch_in_pieces
-from services.mlx.tracing.trace_trial import is_faster, is_worth_it, pays, prefill, time_in_turn
+from services.mlx.selftest import check, is_faster, pays, time_in_turn
 from services.mlx.tracing.traced_forward import (
     MOST_ROWS,
     TRACED_SLOTS,
@@ -18,6 +18,7 @@ from services.mlx.tracing.traced_forward import (
     Singles,
     TracedForward,
 )
+from services.mlx.tracing.traced_slots import prefill
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -151,12 +152,10 @@ def _is_worth_it(
     if not traced.can_trace(other):
         return False
     other.trim(_TRIAL_PROMPT)
-    call = partial(_call, model)
-    return (
-        yield from is_worth_it(
-            what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
-        )
-    )
+    usual = partial(_try_pass, partial(_call, model), own, place)
+    ours = partial(_try_pass, traced, other, place)
+    # Twice, since the first replay makes the trace.
+    return (yield from check(f"traced {what}", "trace", usual, ours, [(), ()])).faster
 
 
 def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:

@@ -25,8 +25,14 @@ from services.kernels.cuda.kv_rows import find_written, writes_in_place
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
 from services.mlx.launching import launch_first
-from services.mlx.tracing.trace_trial import prefill
-from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
+from services.mlx.tracing.traced_slots import (
+    LayerInputs,
+    PassRows,
+    Shape,
+    prefill,
+    round_to_traced,
+    widen,
+)
 
 MOST_ROWS = 9
 """Longest chain with its own trace; each length needs another one."""

@@ -1,7 +1,8 @@
 """Keys and values inside a trace: buffers of a few sizes, in the form of mlx-lm caches."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -36,6 +37,14 @@ def round_to_traced(slots: int) -> int:
 def round_to_largest(slots: int) -> int:
     """Return the largest buffer, in slots, for this many, replayed or not."""
     return round_to_traced(slots) or round_to_bucket(slots)
+
+
+def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStore:
+    """Return a sequence of `length` tokens, for tests."""
+    store = new_store()
+    store.chain(length)
+    mx.eval(model(mx.arange(1, 1 + length)[None], cache=store.caches))
+    return store
 
 
 def widen(store: KVStore, slots: int) -> None:

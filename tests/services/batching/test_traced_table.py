@@ -11,8 +11,8 @@ from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable
 from services.batching.table_cache import attend_gathered
 from services.kv.cache import KVStore, windows_of
+from services.mlx import selftest
 from services.mlx.loader import load
-from services.mlx.tracing import trace_trial
 from services.runtime.preparation import run_all
 from tests.support.reference import tiny_folder
 
@@ -63,7 +63,7 @@ def test_traces_are_used_where_they_are_faster(
     monkeypatch: pytest.MonkeyPatch, worthwhile: float
 ) -> None:
     """Then a pass of a size that was traced at load calls the model no more."""
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", worthwhile)
+    monkeypatch.setattr(selftest, "_WORTHWHILE", worthwhile)
     table, model, make = warm_table()
     before = model.calls
     logits = run(table, model, [make(), make()])
@@ -77,7 +77,7 @@ def test_traces_are_used_where_they_are_faster(
 
 def test_traces_of_another_model_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one that computes prompts may be."""
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(selftest, "_WORTHWHILE", float("inf"))
     table, model, make = warm_table()
     other = Counted(model, lambda logits, _: 2.0 * logits)
     logits = [run(table, one, [make()]) for one in (model, other)]
@@ -103,7 +103,7 @@ def _decide(logits: mx.array, cache: Any) -> mx.array:
 def test_what_cannot_be_traced_is_found_at_load(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[mx.array, Any], mx.array]
 ) -> None:
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(selftest, "_WORTHWHILE", float("inf"))
     table, model, make = warm_table(change)
     before = model.calls
     run(table, model, [make(), make()])
@@ -130,7 +130,7 @@ class Reads:
 
 def test_what_is_read_of_the_model_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the moment on when it is asked for."""
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(selftest, "_WORTHWHILE", float("inf"))
     reads = Reads()
     table, model, make = warm_table(reads.catch)
     run(table, model, [make()])

@@ -9,6 +9,7 @@ import pytest
 
 from protocol.errors import ModelError
 from services.mlx.loader import load
+from services.mlx.patches import Patch, install, remove
 from services.mlx.taps import Taps
 from tests.support.tiny_models import write_tiny_model
 
@@ -31,18 +32,25 @@ def test_a_tap_catches_what_the_layer_returns(family: str, tmp_path: Path) -> No
 
 
 def test_taps_may_be_lifted(tmp_path: Path) -> None:
-    """Meanwhile layers have their own classes; one that they get then is tapped afterwards."""
+    """Meanwhile layers are as they were; what they get then lies below the tap afterwards."""
     model = load(write_tiny_model(tmp_path, "llama")).module
     plain = type(model.layers[1])
     taps = Taps(model, [1])
-    other = type("Other", (plain,), {})
+    kernel = Patch(model.layers[1], lambda below: type("Other", (below,), {}), {"number": 7})
     with taps.lift():
         assert type(model.layers[1]) is plain
-        model.layers[1].__class__ = other
+        install([kernel])
     model(TOKENS)
     assert len(taps.take()) == 1
+    assert [parent.__name__ for parent in type(model.layers[1]).__mro__[:2]] == [
+        "TappedOther",
+        "Other",
+    ]
     taps.remove()
-    assert type(model.layers[1]) is other
+    assert type(model.layers[1]).__name__ == "Other"
+    remove([kernel])
+    assert type(model.layers[1]) is plain
+    assert not hasattr(model.layers[1], "number")
 
 
 def test_states_are_taken_once(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.mlx import selftest
 from services.mlx.loader import load
-from services.mlx.tracing import forward_trial, trace_trial, traced_forward
+from services.mlx.tracing import forward_trial, traced_forward
 from services.runtime.loop import Identity
 from services.runtime.preparation import Preparer
 from services.verifier import pass_times, stages
@@ -49,8 +50,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (stages, "services.verifier.target_model"):
         where = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{where}.compute_unit", lambda: "metal")
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
-    monkeypatch.setattr(trace_trial, "_TURNS", 1)
+    monkeypatch.setattr(selftest, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(selftest, "TURNS", 1)
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     monkeypatch.setattr(forward_trial, "MOST_ROWS", 3)
     monkeypatch.setattr(forward_trial, "TREE_ROWS", (4,))

@@ -7,22 +7,17 @@ in turn. It is used if it matches sorting, and is faster.
 """
 
 import functools
-import logging
-from functools import partial
 
 import mlx.core as mx
 
 from services.kernels.cuda.kernel import LANES, build
-from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
+from services.mlx.selftest import check
 from services.runtime.preparation import run_all
-
-_log = logging.getLogger(__name__)
 
 WIDTHS = (8, 16, 64)
 """Numbers of candidates with a kernel."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
-_TOLERANCE = 1e-5
 
 _BODY = """
 find_best<WIDTH, WARPS>(
@@ -78,19 +73,6 @@ def sort_best(rows: mx.array, width: int) -> mx.array:
 def _works(dtype: mx.Dtype, width: int) -> bool:
     """Return True if the kernel compiles here, matches sorting, and is faster."""
     rows = mx.random.normal((3, 50000), key=mx.random.key(0)).astype(dtype)[:, :49152]
-    try:
-        # Equal logits may come in any order; their values are the same.
-        expected, found = sort_best(rows, width), launch(rows, width)
-        distance = measure_distance(expected[:, width:], found[:, width:])
-        if not distance < _TOLERANCE:
-            _log.warning("the kernel for the best logits is %.2g from sorting", distance)
-            return False
-        ways = [partial(sort_best, rows, width), partial(launch, rows, width)]
-        sorting, ours = run_all(time_in_turn(ways))
-    except (RuntimeError, ValueError, OSError) as error:
-        _log.warning("the kernel for the best logits does not run here: %s", error)
-        return False
-    _log.info(
-        "the best of logits: %.2f ms by our kernel, %.2f ms by MLX", 1e3 * ours, 1e3 * sorting
-    )
-    return pays(ours, sorting)
+    # Equal logits may come in any order; their values are the same.
+    usual, ours = (lambda find=find: find(rows, width)[:, width:] for find in (sort_best, launch))
+    return run_all(check("the best of logits", "best logits", usual, ours)).faster

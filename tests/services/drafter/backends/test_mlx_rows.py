@@ -19,8 +19,8 @@ from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from services.mlx import selftest
 from services.mlx.loader import load
-from services.mlx.tracing import trace_trial
 from services.runtime.preparation import run_all
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("all_candidates")
 def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses:
     """Use what is right, however fast it is here; a few shapes."""
     with (
-        patch.object(trace_trial, "_WORTHWHILE", worthwhile),
+        patch.object(selftest, "_WORTHWHILE", worthwhile),
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
         patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 32)),
     ):
@@ -213,14 +213,14 @@ def test_a_wrong_trace_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
 
     with patch.object(backend.ahead, "_model", wrong):
         assert trace(backend)._shapes == set()
-    assert "from the model's" in caplog.text
+    assert "from the usual result: not used" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["sliding", "gemma3"])
 def test_windows_are_not_traced(family: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert trace(as_on_a_gpu(tiny_folder(family)))._shapes == set()
-    assert "are not traced" in caplog.text
+    assert "not used: nothing is traced for 1 rows" in caplog.text
 
 
 def test_a_cpu_traces_nothing() -> None:

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from protocol.jobs.kernel_report import KernelProbe
-from services.kernels.cuda import block_trial, blocks, choice, product
-from services.kernels.cuda.blocks import BlockKernels, serves_any_length
+from services.kernels.cuda import blocks, choice, product
+from services.kernels.cuda.blocks import BlockKernels, equip_for_cuda, serves_any_length
 from services.kernels.cuda.choice import in_trace, use_products
-from services.kernels.cuda.equip import equip_for_cuda
 from services.kernels.cuda.rotate import Heads
+from services.mlx import selftest
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
-from services.mlx.plain_blocks import give_kernels
+from services.mlx.patches import install as install_patches
+from services.mlx.plain_blocks import route_through
 from services.mlx.rope import allow_branches
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
-from services.runtime.preparation import run_all
+from services.runtime.preparation import Steps, run_all
 from tests.services.runtime.steps import at_once
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
@@ -93,10 +94,20 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     monkeypatch.setattr(blocks, "SIZES", range(2, 300))
     monkeypatch.setattr(product, "TYPES", (mx.float32,))
     monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
-    monkeypatch.setattr(choice, "_use", choice._Use())
-    for home in (choice, block_trial):
-        monkeypatch.setattr(home, "time_in_turn", lambda _: at_once([1.0, 2.0]))
+    pretend_times(monkeypatch)
     return kernels
+
+
+def pretend_times(
+    monkeypatch: pytest.MonkeyPatch, products: float = 0.5, blocks: float = 0.5
+) -> None:
+    """Let our kernels take these shares of MLX's time."""
+
+    def time_in_turn(ways: list[Any]) -> Steps[list[float]]:
+        is_product = getattr(ways[0], "func", None) is choice._repeat
+        return at_once([1.0, products if is_product else blocks])
+
+    monkeypatch.setattr(selftest, "time_in_turn", time_in_turn)
 
 
 def run(module: Any, tokens: list[int], start: int, positions: list[int] | None = None) -> mx.array:
@@ -165,7 +176,7 @@ def test_what_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load(tiny_folder("llama")).module
     kinds = [type(layer) for layer in module.model.layers]
     probe = probe_of(module)
-    assert probe.reason.startswith("of 1 rows they are 0.")
+    assert probe.reason.startswith("its result is 0.")
     assert [type(layer) for layer in module.model.layers] == kinds
 
 
@@ -175,7 +186,7 @@ def test_what_is_slower_is_not_used(
 ) -> None:
     """But what scatters is."""
     module = load(tiny_folder("llama")).module
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([own, 1.0]))
+    pretend_times(monkeypatch, blocks=own)
     probe = probe_of(module)
     expected = (1, "") if used else (0, "they are slower than MLX's")
     assert (probe.least_rows, probe.reason) == expected
@@ -185,7 +196,7 @@ def test_what_is_slower_is_not_used(
 def test_without_our_products_there_are_no_blocks(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "time_in_turn", lambda _: at_once([1.0, 1.0]))
+    pretend_times(monkeypatch, products=1.0)
     module = load(tiny_folder("llama")).module
     [products] = equip(module)
     assert (products.kernel, products.least_rows) == ("product", 0)
@@ -204,7 +215,7 @@ def test_a_second_call_takes_the_place_of_the_first(
         assert serves_any_length(module) is attends
     assert probe_of(module).least_rows == 1
     assert [type(layer) for layer in module.model.layers] == kinds
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: at_once([2.0, 1.0]))
+    pretend_times(monkeypatch, blocks=2.0)
     assert probe_of(module).least_rows == 0
     assert [type(layer) for layer in module.model.layers] == plain
     monkeypatch.setattr(blocks, "attends_any_length", lambda *_: True)
@@ -247,12 +258,11 @@ def test_the_kernels_compute_what_mlx_does(
     expected = [run(module, tokens, 9, positions).astype(mx.float32) for tokens in lists]
     fuse_linears(module)
     assert run_all(use_products(module)) is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_use", choice._Use(least_rows=1, most_rows=64))
-        for layer in module.model.layers:
-            give_kernels(layer, BlockKernels(layer))
-        for tokens, right in zip(lists, expected, strict=True):
-            with in_trace():
-                found = run(module, tokens, 9, positions).astype(mx.float32)
-            distance: Any = mx.linalg.norm(found - right) / mx.linalg.norm(right)
-            assert distance.item() < (0.01 if dtype == mx.float16 else 0.05)
+    few = module.model.layers[0].self_attn.o_proj.few_rows
+    few.least, few.most = 1, 64
+    install_patches(route_through(layer, BlockKernels(layer)) for layer in module.model.layers)
+    for tokens, right in zip(lists, expected, strict=True):
+        with in_trace():
+            found = run(module, tokens, 9, positions).astype(mx.float32)
+        distance: Any = mx.linalg.norm(found - right) / mx.linalg.norm(right)
+        assert distance.item() < (0.01 if dtype == mx.float16 else 0.05)

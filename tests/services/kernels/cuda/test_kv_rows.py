@@ -12,7 +12,7 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing
-from services.kernels.cuda import blocks, choice, kv_rows
+from services.kernels.cuda import blocks, kv_rows
 from services.kernels.cuda.blocks import BlockKernels, can_write_in_place
 from services.kernels.cuda.choice import in_trace, use_products
 from services.kernels.cuda.kv_rows import (
@@ -26,7 +26,8 @@ from services.kernels.cuda.rotate import Heads
 from services.kv.cache import KVStore, windows_of
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
-from services.mlx.plain_blocks import give_kernels
+from services.mlx.patches import install as install_patches
+from services.mlx.plain_blocks import route_through
 from services.mlx.tracing.traced_forward import TracedForward
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import run_all
@@ -165,9 +166,9 @@ class OnDevice:
         self.plain = module
         fuse_linears(module)
         assert run_all(use_products(module)) is not None
-        choice._use = choice._Use(least_rows=1, most_rows=most_rows)
-        for layer in module.model.layers:
-            give_kernels(layer, BlockKernels(layer))
+        few = module.model.layers[0].self_attn.o_proj.few_rows
+        few.least, few.most = 1, most_rows
+        install_patches(route_through(layer, BlockKernels(layer)) for layer in module.model.layers)
         self.traced = TracedForward(module)
 
     def prompt(self) -> KVStore:
@@ -197,7 +198,6 @@ def on_device(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> OnDevice:
     """By our blocks, or as many rows as a parameter says."""
-    monkeypatch.setattr(choice, "_use", choice._Use())
     return OnDevice(tmp_path / "model", getattr(request, "param", 16))
 
 

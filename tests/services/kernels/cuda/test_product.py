@@ -4,7 +4,6 @@ A CUDA device is not needed but for the last test: the kernel's file is compiled
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 
 from protocol.jobs.kernel_report import KernelReportSettings
 from services.kernels.cuda import choice, product
-from services.kernels.cuda.choice import in_trace, serving, use_products
+from services.kernels.cuda.choice import FewRows, in_trace, use_products
+from services.mlx import selftest
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
@@ -104,14 +104,13 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Products]:
     def pretend(shares: dict[int, float], **how: Any) -> Products:
         products = Products(**how)
         ms = 1e-3 * choice._AHEAD  # so many of them
-        times = iter([(ms * shares.get(rows, 0.5), ms) for rows in choice._ROWS])
+        times = iter([(ms, ms * shares.get(rows, 0.5)) for rows in choice._ROWS])
         monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
-        monkeypatch.setattr(choice, "time_in_turn", lambda _: at_once(next(times)))
+        monkeypatch.setattr(selftest, "time_in_turn", lambda _: at_once(next(times)))
         monkeypatch.setattr(product, "multiply", products)
         monkeypatch.setattr(product, "TYPES", (mx.float32,))
         return products
 
-    monkeypatch.setattr(choice, "_use", choice._Use())
     return pretend
 
 
@@ -166,7 +165,7 @@ def test_more_rows_are_not_tried_behind_two_that_lose(on_cuda: OnCuda) -> None:
 @pytest.mark.parametrize(
     ("how", "most", "reason"),
     [
-        ({"factor": 1.1}, 0, "of 1 rows its result is 0.1 from MLX's"),
+        ({"factor": 1.1}, 0, "of 1 rows its result is 0.1 from the usual one"),
         ({"fails_from": 16}, 8, "of 16 rows it does not run here: too many resources"),
     ],
 )
@@ -208,16 +207,16 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
         assert products.rows == []
 
 
-def test_what_serves_is_changed_for_a_while_only(on_cuda: OnCuda) -> None:
-    module = model_of()
+def test_each_model_has_its_own_numbers_of_rows(on_cuda: OnCuda) -> None:
+    module, other = model_of(), model_of()
     products = on_cuda({})
     assert run_all(use_products(module)) is not None
-    tokens = mx.array([[5, 6, 7]])
-    for ours in (True, False, True):
-        products.rows.clear()
-        with nullcontext() if ours else serving(0, 0), in_trace():
-            mx.eval(module(tokens))
-        assert bool(products.rows) is ours
+    on_cuda(dict.fromkeys(choice._ROWS, 2.0))
+    run_all(use_products(other))
+    assert other.model.layers[0].self_attn.o_proj.few_rows == FewRows(0, 0)
+    with in_trace():
+        mx.eval(module(mx.array([[5, 6, 7]])))
+    assert products.rows
 
 
 def test_a_single_row_stays_with_mlx_where_that_is_faster(on_cuda: OnCuda) -> None:

@@ -7,8 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from services.kernels.metal import choice, probe
+from services.kernels.metal import choice
 from services.kernels.metal.kernel import build
+from services.mlx import selftest
 from tests.services.kernels.metal.host import HostMetal
 
 
@@ -39,6 +40,6 @@ def mac(host: HostMetal, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMetal]
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Pro"})
-    monkeypatch.setattr(probe, "_time", lambda calls: 1.0)
+    monkeypatch.setattr(selftest, "_time", lambda run: 1.0)
     yield host
     choice.stop_using(nn.Module())

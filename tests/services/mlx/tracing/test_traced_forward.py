@@ -12,10 +12,10 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
-from services.mlx import launching
+from services.mlx import launching, selftest
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
-from services.mlx.tracing import trace_trial, traced_forward
+from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.mlx.tracing.traced_slots import PassRows, round_to_traced
 from services.runtime.preparation import run_all
@@ -262,7 +262,7 @@ def test_a_pass_that_is_waited_for_begins_before_it_is_handed_over(
 
 def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the first of each, which compiles, does not."""
-    monkeypatch.setattr(trace_trial, "_TURNS", 2)
+    monkeypatch.setattr(selftest, "TURNS", 2)
     times = {"a": iter([9.0, 2.0, 3.0]), "b": iter([0.1, 5.0, 4.0])}
     asked = list[str]()
 
@@ -270,9 +270,9 @@ def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPa
         asked.append(way)
         return next(times[way])
 
-    monkeypatch.setattr(trace_trial, "_time", time_one)
+    monkeypatch.setattr(selftest, "_time", time_one)
     ways: Any = ["a", "b"]
-    assert run_all(trace_trial.time_in_turn(ways)) == [2.0, 4.0]
+    assert run_all(selftest.time_in_turn(ways)) == [2.0, 4.0]
     assert asked == ["a", "b"] * 3
 
 

@@ -10,6 +10,7 @@ import pytest
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling import best
 from services.kernels.cuda.sampling.best import WIDTHS, find_best, sort_best
+from services.mlx import selftest
 from services.sampling import device
 from services.sampling.candidates import best_of
 from services.sampling.rules import write_rules
@@ -85,7 +86,7 @@ def test_it_is_used_where_it_is_right_and_faster(
         return sort_best(rows, width) + change
 
     monkeypatch.setattr(best, "launch", launch)
-    monkeypatch.setattr(best, "time_in_turn", lambda _: at_once(times))
+    monkeypatch.setattr(selftest, "time_in_turn", lambda _: at_once(times))
     monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
     best._works.cache_clear()
     rows = np.random.default_rng(7).normal(size=(2, 400)).astype(np.float32)
