@@ -1,5 +1,6 @@
 """GGUF files on this machine: named ones, and those of LM Studio and Ollama."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -10,10 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from launch.settings.paths import cache_dir, ollama_dirs
+from launch.stack.child import Lifeline
 from launch.terminal import console
 from launch.workers.worker import run_module
 from protocol.errors import ModelError, SsdError, UsageError
-from protocol.process.files import atomic_folder, remove_leftovers
+from protocol.process.files import remove_leftovers
 
 MAGIC = b"GGUF"
 LM_STUDIO, OLLAMA = "lmstudio:", "ollama:"
@@ -123,16 +125,25 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def produce(folder: Path, module: str, *arguments: str) -> None:
-    """Let a child process write `folder`, which appears only when it is complete."""
+    """Let a child process write `folder`, which appears only when it is complete.
+
+    The child ends with this process, however that ends.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent)
-    with atomic_folder(folder) as new:
+    with contextlib.closing(Lifeline()) as lifeline:
+        bound = f"--lifeline={lifeline.child_end}"
         try:
-            run_module(module, module, *arguments, str(new))
+            run_module(
+                *(module, module, bound, *arguments, str(folder)),
+                descriptors=(lifeline.child_end,),
+            )
         except ModelError:
             raise
         except SsdError as error:
             raise ModelError(f"{module} failed: {error}") from error
+        finally:
+            remove_leftovers(folder.parent)
 
 
 def check_space(folder: Path, needed: int) -> None:

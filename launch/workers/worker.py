@@ -163,8 +163,17 @@ def run_module(
     *arguments: str,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    descriptors: tuple[int, ...] = (),
 ) -> str:
-    """Run one of our modules to its end, with more variables; return its standard output.
+    """Run one of our modules to its end; return its standard output.
+
+    Args:
+        name: its name in errors.
+        module: the module, as in `python -m`.
+        arguments: of the module.
+        timeout_s: deadline of its end.
+        environment: more variables.
+        descriptors: file descriptors that it inherits.
 
     Raises:
         DeadlineExceeded: it did not end in time.
@@ -178,6 +187,7 @@ def run_module(
             text=True,
             check=False,
             timeout=timeout_s,
+            pass_fds=descriptors,
             env=extend_environment(environment or {}),
         )
     except subprocess.TimeoutExpired as error:

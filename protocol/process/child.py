@@ -12,12 +12,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 import setproctitle
 
 from protocol.errors import RuntimeFailure, SsdError, UsageError
+from protocol.process.files import atomic_folder, remove_temporaries
 from protocol.process.logs import configure_logging
 from protocol.settings import ChildSettings, decode_settings
 from protocol.version import describe_missing
@@ -135,3 +137,15 @@ def watch_lifeline(descriptor: int, on_orphaned: Callable[[], None]) -> None:
             os._exit(0)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def produce_folder(folder: Path, lifeline: int | None) -> Iterator[Path]:
+    """Fill a folder that replaces `folder` at the end of the block, unless the block raises.
+
+    If the parent that holds the `lifeline` dies, so does this process, and nothing is left.
+    """
+    if lifeline is not None:
+        watch_lifeline(lifeline, lambda: remove_temporaries(folder))
+    with atomic_folder(folder) as new:
+        yield new

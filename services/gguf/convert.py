@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ModelError, SsdError
+from protocol.process.child import produce_folder
 from services.gguf.architectures import Config, Family, config_of, family_of, heads_of, name_of
 from services.gguf.blocks import GROUP_SIZE, Deviation
 from services.gguf.file import GGUFFile
@@ -139,18 +140,20 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dense", action="store_true")
-    given = parser.parse_args()
+    parser.add_argument("--lifeline", type=int)
+    arguments = parser.parse_args()
     leave_out_unused_libraries()
     # It takes in mlx-lm, so this comes after the libraries that it does without.
     from services.mlx.loader import compute_unit  # noqa: PLC0415
 
     try:
-        convert(given.source, given.folder, unit=compute_unit(), dense=given.dense)
+        with produce_folder(arguments.folder, arguments.lifeline) as folder:
+            convert(arguments.source, folder, unit=compute_unit(), dense=arguments.dense)
     except SsdError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"error: cannot write {str(given.folder)!r}: {error.strerror}\n")
+        sys.stderr.write(f"error: cannot write {str(arguments.folder)!r}: {error.strerror}\n")
         return ModelError.exit_code
     return 0
 

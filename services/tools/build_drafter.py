@@ -5,6 +5,7 @@ most of its size. The assembled folder is an ordinary mlx-lm model folder with t
 tokenizer.
 """
 
+import argparse
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.errors import ModelError
+from protocol.process.child import produce_folder
 from services.mlx.target_reader import WEIGHTS
 
 _EMBEDDING = "model.embed_tokens"
@@ -77,9 +79,14 @@ def _weights(folder: Path) -> dict[str, mx.array]:
 
 def main() -> int:
     """Run the command line of this module; report errors like a child of the supervisor."""
+    parser = argparse.ArgumentParser()
+    for name in ("carried", "target", "folder"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--lifeline", type=int)
+    arguments = parser.parse_args()
     try:
-        carried, target, folder = map(Path, sys.argv[1:])
-        assemble(carried, target, folder)
+        with produce_folder(arguments.folder, arguments.lifeline) as folder:
+            assemble(arguments.carried, arguments.target, folder)
     except (ModelError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return ModelError.exit_code

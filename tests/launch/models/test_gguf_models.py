@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,12 @@ from launch.models.catalog import find_model, list_models
 from launch.models.gguf_models import list_ggufs
 from launch.models.hub import resolve
 from launch.models.registry import RegistryModel, add_from_registry, read_registry
+from launch.workers.worker import module_command
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 from tests.support.gguf_file import write_gguf
 from tests.support.reference import tiny_folder
+from tests.support.stack import DEADLINE_S, eventually
 
 
 @pytest.fixture
@@ -88,6 +92,24 @@ def test_a_broken_file_leaves_nothing(home: Path) -> None:
     (home / "notes.txt").write_text("no model")
     with pytest.raises(ModelError, match="neither a folder in mlx-lm's format nor a GGUF file"):
         resolve(str(home / "notes.txt"))
+
+
+def test_a_conversion_ends_with_its_parent(tmp_path: Path) -> None:
+    """However the parent dies, its converter ends and leaves no file."""
+    file, folder = tmp_path / "held.gguf", tmp_path / "new" / "held"
+    os.mkfifo(file)  # to open it takes for ever
+    folder.parent.mkdir()
+    end, parents_end = os.pipe()
+    command = [*module_command("services.gguf.convert"), f"--lifeline={end}"]
+    with subprocess.Popen([*command, str(file), str(folder)], pass_fds=(end,)) as converter:
+        try:
+            eventually(lambda: any(folder.parent.iterdir()), "the conversion has begun")
+            os.close(parents_end)
+            assert converter.wait(DEADLINE_S) == 0
+        finally:
+            converter.kill()
+    os.close(end)
+    assert list(folder.parent.iterdir()) == []
 
 
 def test_a_full_disk_is_noticed_before(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
