@@ -1,4 +1,5 @@
-# make demo: set everything up and show what speculation gains, in a minute.
+# make demo: set everything up and show what speculation gains, in four minutes; with a small model
+# FLAGS=--small.
 # make test: set everything up and run the tests of a change, in four minutes on two cores.
 # make test-all: these, then the rest.
 PYTHON ?= python3
@@ -10,7 +11,7 @@ EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
 .PHONY: demo test test-all test-gpu check audit bench gate gate-gpu chaos soak hostile clean
 
-demo: $(VENV)/.pair
+demo: $(VENV)/.installed
 	@"$(BIN)/ssd" demo $(FLAGS)
 
 # The tests of a file stay together, and the files come in the order of tests/conftest.py. Both print

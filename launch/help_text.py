@@ -11,7 +11,7 @@ _SCREEN = 78
 
 _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "": [
-        ("ssd demo", "what it gains on this machine, in a minute"),
+        ("ssd demo", "what it gains on this machine, in four minutes"),
         ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
         ("ssd serve", "OpenAI's and Anthropic's HTTP APIs"),
         ("ssd top", "watch a running stack"),
@@ -41,6 +41,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "convert": [("ssd convert --model MODEL --target LARGER", "a drafter for CoreML")],
     "demo": [
         ("ssd demo", "four prompts, twice each"),
+        ("ssd demo --small", "with the default pair: 93 MB, not 1.1 GB"),
         ("ssd demo --stats", "with the statistics of each answer"),
     ],
     "distill": [

@@ -51,6 +51,11 @@ def own_prompts() -> Path:
     return Path(str(importlib.resources.files("launch.bench"))) / "prompts.jsonl"
 
 
+def demo_prompts() -> Path:
+    """Return the file of the four prompts of `ssd demo`."""
+    return own_prompts().with_name("demo.jsonl")
+
+
 def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
     """Return the prompts of a file, or our small set, each with an id; evenly thinned to
     `limit`.

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.commands.demo import set_up
+from launch.models.registry import RegistryModel, Report
 from launch.terminal.demo import DemoAnswer, DemoResult, summarise
+from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.messages import Finished
 from tests.launch.terminal.test_explain import statistics
 from tests.support.stack import DEADLINE_S, eventually, leftovers
@@ -41,6 +44,46 @@ def test_a_difference_is_told(other: list[int]) -> None:
     assert same.startswith("1 of 1 answers differ (code from token 1)")
 
 
+class _Registry:
+    """Sets up nothing; the large model cannot be fetched if there is a `failure`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: SsdError | None = None) -> None:
+        self.added: list[str] = []
+        self._failure = failure
+        monkeypatch.setattr("launch.commands.demo.add_from_registry", self._add)
+        monkeypatch.setattr("launch.commands.demo.add_default", self._add_default)
+
+    def _add(self, model: RegistryModel, report: Report) -> None:
+        del report
+        if self._failure is not None:
+            raise self._failure
+        self.added.append(model.name)
+
+    def _add_default(self, report: Report) -> None:
+        del report
+        self.added.append("default")
+
+
+def test_the_real_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the demo's where it can be set up."""
+    registry = _Registry(monkeypatch)
+    assert set_up(small=False) == "coder"
+    assert registry.added == ["coder"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeFailure("no route"), ModelError("no space")], ids=str)
+def test_without_it_the_small_pair_answers(
+    failure: SsdError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence says so, and why; --small asks for nothing else."""
+    registry = _Registry(monkeypatch, failure)
+    assert set_up(small=False) is None
+    assert f"the small model answers, SmolLM2-135M, since {failure}" in capsys.readouterr().err
+    assert set_up(small=True) is None
+    assert "SmolLM2-135M, as asked for" in capsys.readouterr().err
+    assert registry.added == ["default", "default"]
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     """The demo with a tiny pair whose drafts are all accepted."""
@@ -58,6 +101,7 @@ def test_without_a_terminal(command: list[str], run_dir: Path) -> None:
     assert done.stdout.count("24 tokens, ") == 8
     assert "\x1b" not in done.stdout
     *_, faster, same = done.stdout.splitlines()
+    assert "`ssd chat --model " in done.stderr
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding: .* s instead of .*", faster)
     assert same == "Every token is the same: 96 of 96."
     assert leftovers(run_dir) == []
