@@ -156,7 +156,7 @@ def _normalise(state: mx.array) -> mx.array:
     return normalised
 
 
-def is_add_tap(model: Any) -> bool:
+def is_tapped(model: Any) -> bool:
     """Return True if some layers of this model are tapped."""
     return any(hasattr(layer, "tap") for layer in getattr(_inner(model), "layers", ()))
 
