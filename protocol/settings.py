@@ -343,6 +343,8 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """The drafter's head keeps this many tokens, the most frequent ones; 0 keeps all."""
     mlp: _Count = 0
     """Hidden columns that each MLP keeps, those of largest norm; 0 keeps all."""
+    bits: Literal[0, 4, 8] = 0
+    """Bits of the written drafter's matrices; 0: half precision."""
     init_drafter: str = ""
     """Folder of a drafter to start from, of this shape or of fewer layers."""
     reads_target: ReadingWay | None = None

@@ -1,12 +1,12 @@
-"""Sampling thousands of rows from a Llama at once, each at a place of its own.
+"""Sampling thousands of rows from a Llama or Qwen 2 at once, each at a place of its own.
 
 A step feeds every row's next token, whether it was given or chosen, and is one CUDA graph: the
 host only replays it. Rows that are finished are exchanged every few steps, and what is given of
-the new ones is fed in one go. Attention, rotation and choice are kernels in Triton, which also
-run on a CPU with `TRITON_INTERPRET=1`.
+the new ones is fed in one go. Attention, rotation and choice are kernels in Triton (`kernels.py`);
+elsewhere the same in PyTorch (`plain.py`).
 """
 
-import json
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as fn
-import triton
-import triton.language as tl
-from safetensors.torch import load_file
+from plain import turn
+from weights import read_config, read_weights
 
 from services.distill.generation import ANSWER, GIVEN, USER
 
@@ -57,102 +56,19 @@ class Written(NamedTuple):
     """[length] uint8, see `services.distill.generation`."""
 
 
-@triton.jit
-def rotate_and_keep(
-    qkv, cos, sin, place, queries, keys, values, length,
-    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr,
-):  # fmt: skip
-    """Rotate queries and keys by their row's place; keys and values go to the cache."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    size: tl.constexpr = 2 * half
-    at = tl.load(place + row)
-    column = tl.arange(0, half)
-    source = qkv + (row * (heads + 2 * kv_heads) + head) * size + column
-    first, second = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
-    if head < heads + kv_heads:
-        c, s = tl.load(cos + at * half + column), tl.load(sin + at * half + column)
-        first, second = first * c - second * s, second * c + first * s
-    if head < heads:
-        out = queries + (row * heads + head) * size + column
-    elif head < heads + kv_heads:
-        out = keys + ((row * kv_heads + head - heads).to(tl.int64) * length + at) * size + column
-    else:
-        kv = row * kv_heads + head - heads - kv_heads
-        out = values + (kv.to(tl.int64) * length + at) * size + column
-    tl.store(out, first.to(out.dtype.element_ty))
-    tl.store(out + half, second.to(out.dtype.element_ty))
-
-
-@triton.jit
-def attend(
-    queries, keys, values, place, out, length, scale,
-    group: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """One query of each head over the keys of its row; a KV head's queries together."""
-    row, kv = tl.program_id(0), tl.program_id(1)
-    end = tl.load(place + row) + 1
-    member, column = tl.arange(0, 16), tl.arange(0, size)
-    at = (row * kv_heads + kv) * group * size + member[:, None] * size + column[None]
-    known = (member < group)[:, None]
-    q = tl.load(queries + at, mask=known, other=0.0)
-    start = (row * kv_heads + kv).to(tl.int64) * length * size
-    best = tl.full((16,), -1e30, tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    sums = tl.zeros((16, size), tl.float32)
-    for begin in range(0, end, block):
-        slot = begin + tl.arange(0, block)
-        there = slot < end
-        of_slot = start + slot[:, None] * size + column[None]
-        k = tl.load(keys + of_slot, mask=there[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)).to(tl.float32) * scale
-        scores = tl.where(there[None], scores, -1e30)
-        new = tl.maximum(best, tl.max(scores, 1))
-        shrunk, weight = tl.exp(best - new), tl.exp(scores - new[:, None])
-        v = tl.load(values + of_slot, mask=there[:, None], other=0.0)
-        sums = sums * shrunk[:, None] + tl.dot(weight.to(v.dtype), v)
-        total = total * shrunk + tl.sum(weight, 1)
-        best = new
-    tl.store(out + at, (sums / total[:, None]).to(out.dtype.element_ty), mask=known)
-
-
-@triton.jit
-def choose(logits, temperature, seed, chosen, vocabulary, block: tl.constexpr):
-    """The token of the greatest logit, Gumbel noise times the temperature added."""
-    row = tl.program_id(0)
-    heat = tl.load(temperature + row)
-    best, token = tl.full((), -1e30, tl.float32), tl.full((), 0, tl.int32)
-    for begin in range(0, vocabulary, block):
-        column = begin + tl.arange(0, block)
-        at = row.to(tl.int64) * vocabulary + column
-        score = tl.load(logits + at, mask=column < vocabulary, other=-1e30).to(tl.float32)
-        if heat > 0:
-            # Gumbel noise is -log of an exponential number, which is exact near 0 like this.
-            chance = tl.maximum(tl.rand(tl.load(seed), row * vocabulary + column), 4e-10)
-            small = chance + 0.5 * chance * chance
-            rare = tl.where(chance < 1e-3, small, -tl.log(1 - tl.minimum(chance, 0.9999999)))
-            score -= heat * tl.log(rare)
-        here = tl.max(score, 0)
-        token = tl.where(here > best, begin + tl.argmax(score, 0), token)
-        best = tl.maximum(best, here)
-    tl.store(chosen + row, token)
-
-
-class Llama:
-    """A Llama's forward pass over rows at places of their own."""
+class Model:
+    """The forward pass of a Llama or Qwen 2 over rows at places of their own."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        weights: dict[str, torch.Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-        weights = {name: w.to(device, dtype) for name, w in weights.items()}
+        config = read_config(folder)
+        weights = read_weights(folder, config, device, dtype)
         self.layers: int = config["num_hidden_layers"]
         self.heads: int = config["num_attention_heads"]
         self.kv_heads: int = config["num_key_value_heads"]
         self.width: int = config["hidden_size"]
         self.size: int = config.get("head_dim") or self.width // self.heads
-        self.vocabulary: int = config["vocab_size"]
         self.embedding = weights["model.embed_tokens.weight"]
+        self.vocabulary: int = len(self.embedding)
         self._epsilon: float = config["rms_norm_eps"]
         self._head = weights.get("lm_head.weight", self.embedding)
         self._norm = weights["model.norm.weight"]
@@ -160,14 +76,16 @@ class Llama:
         half = torch.arange(0, self.size, 2, device=device, dtype=torch.float32) / self.size
         places = torch.arange(8192, device=device, dtype=torch.float32)
         angles = torch.outer(places, config["rope_theta"] ** -half)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self.turns = angles.cos(), angles.sin()
+        self.steps: Any = importlib.import_module("kernels" if device != "cpu" else "plain")
+        """What one token of every row needs besides products."""
 
     def run(self, tokens: torch.Tensor, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
         """[count, width] after all layers; `attention(layer, qkv)` -> [count, heads x size]."""
         x = fn.embedding(tokens, self.embedding)
         for layer, block in enumerate(self._blocks):
             h = fn.rms_norm(x, (self.width,), block["in"], self._epsilon)
-            attended = attention(layer, fn.linear(h, block["qkv"]))
+            attended = attention(layer, fn.linear(h, block["qkv"], block.get("qkv_bias")))
             x = torch.addmm(x, attended, block["out"].T)
             h = fn.rms_norm(x, (self.width,), block["post"], self._epsilon)
             gate, up = fn.linear(h, block["gate_up"]).chunk(2, dim=-1)
@@ -178,49 +96,40 @@ class Llama:
         """[count, vocabulary]"""
         return fn.linear(fn.rms_norm(x, (self.width,), self._norm, self._epsilon), self._head)
 
-    def rotate(
-        self, qkv: torch.Tensor, place: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """[rows, heads, size] queries; keys and values are written at `place` of each row."""
-        queries = qkv.new_empty((len(qkv), self.heads, self.size))
-        rotate_and_keep[(len(qkv), self.heads + 2 * self.kv_heads)](
-            qkv, self._cos, self._sin, place, queries, *kept, kept[0].shape[2],
-            heads=self.heads, kv_heads=self.kv_heads, half=self.size // 2, num_warps=1,
-        )  # fmt: skip
-        return queries
-
     def rotate_all(self, qkv: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys and values [rows, heads, count, size] of whole rows from their start."""
         rows, count, _ = qkv.shape
         heads = qkv.view(rows, count, -1, self.size).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        cos, sin = self._cos[:count], self._sin[:count]
-        return [_rotate(q, cos, sin), _rotate(k, cos, sin), v]
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
+        cos, sin = (turn[:count] for turn in self.turns)
+        return [turn(q, cos, sin), turn(k, cos, sin), v]
 
 
 def _block(weights: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Take a layer's weights, what belongs together joined."""
     attention, mlp = f"{name}self_attn.", f"{name}mlp."
-    return {
+
+    def joined(names: list[str]) -> torch.Tensor:
+        return torch.cat([weights.pop(one) for one in names])
+
+    block = {
         "in": weights[f"{name}input_layernorm.weight"],
         "post": weights[f"{name}post_attention_layernorm.weight"],
-        "qkv": torch.cat([weights[f"{attention}{part}_proj.weight"] for part in "qkv"]),
+        "qkv": joined([f"{attention}{part}_proj.weight" for part in "qkv"]),
         "out": weights[f"{attention}o_proj.weight"],
-        "gate_up": torch.cat([weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]),
+        "gate_up": joined([f"{mlp}{part}_proj.weight" for part in ("gate", "up")]),
         "down": weights[f"{mlp}down_proj.weight"],
     }
+    if f"{attention}q_proj.bias" in weights:
+        block["qkv_bias"] = joined([f"{attention}{part}_proj.bias" for part in "qkv"])
+    return block
 
 
 class Rows:
     """Rows in decoding; everything stays where it is on the device, so that a graph can act."""
 
     def __init__(
-        self, model: Llama, template: Template, count: int, length: int, seed: int
+        self, model: Model, template: Template, count: int, length: int, seed: int
     ) -> None:
         device = model.embedding.device
         self._model, self._template, self._device = model, template, device
@@ -254,21 +163,14 @@ class Rows:
         tokens = self._tokens[self._all, place]
 
         def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            queries = model.rotate(qkv, place, self._kept[layer])
-            out = torch.empty_like(queries)
-            attend[(self._count, model.kv_heads)](
-                queries, *self._kept[layer], place, out, self._length, model.size**-0.5,
-                group=model.heads // model.kv_heads, kv_heads=model.kv_heads, size=model.size,
-                block=64, num_warps=4,
-            )  # fmt: skip
-            return out.view(self._count, -1)
+            kept = self._kept[layer]
+            queries = model.steps.rotate(qkv, model.turns, place, kept, model.heads)
+            return model.steps.attend(queries, kept, place).view(self._count, -1)
 
         logits = model.logits(model.run(tokens, attention))
-        chosen = torch.empty_like(place)
         inventing = self._phase == 0
         heat = torch.where(inventing, _USER, self._heat)
-        grid = (self._count,)
-        choose[grid](logits, heat, self._seed, chosen, model.vocabulary, block=4096, num_warps=8)
+        chosen = model.steps.choose(logits, heat, self._seed)
         self._seed += 1
         self._move(chosen, inventing)
 

@@ -1,19 +1,18 @@
-"""`python prompts.py COUNT > prompts.jsonl`: what the default drafter's target was asked.
+"""What a target is asked: questions put together from our own words by chance.
 
-Questions put together from our own words by chance (always the same chance): conversation,
-sums told as stories, Python functions to complete, and, where `texts.py` has passages to be
-read, those of `reading.py`. None of them comes from a public set of prompts, so that such
-sets stay fit for judging the drafter.
+Always the same chance: conversation, sums told as stories, functions, puzzles, other languages,
+and, about passages and files that the target wrote itself, those of `reading.py` and `tasks.py`.
+None of them comes from a public set of prompts, so that such sets stay fit for judging a drafter.
 """
 
-import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import reading
+import tasks
+from languages import other_languages
 from words import CHAT, NAMES, PLACES, THINGS, TOPICS
 
 Make = Callable[[random.Random], str]
@@ -255,18 +254,33 @@ def _request(r: random.Random, f: Function) -> str:
 
 
 SHARES: dict[str, float] = {
-    "chat": 0.24,
-    "code": 0.15,
-    "maths": 0.15,
-    "questions": 0.12,
-    "translation": 0.1,
-    "summaries": 0.09,
-    "reading": 0.05,
-    "retrieval": 0.07,
-    "long": 0.03,
+    "chat": 0.14,
+    "code": 0.09,
+    "programs": 0.08,
+    "maths": 0.08,
+    "reasoning": 0.06,
+    "questions": 0.09,
+    "languages": 0.12,
+    "data": 0.02,
+    "translation": 0.06,
+    "summaries": 0.06,
+    "reading": 0.03,
+    "retrieval": 0.04,
+    "long": 0.02,
+    "edits": 0.06,
+    "about code": 0.03,
+    "tools": 0.04,
 }
-"""Kinds of prompts."""
-_OWN: dict[str, Make] = {"chat": chat, "code": code, "maths": maths}
+"""Kinds of prompts. The shorter an answer, the more prompts its kind takes."""
+_OWN: dict[str, Make] = {
+    "chat": chat,
+    "code": code,
+    "maths": maths,
+    "programs": tasks.programs,
+    "reasoning": tasks.reasoning,
+    "languages": other_languages,
+    "data": tasks.data,
+}
 _READING: dict[str, reading.Reads] = {
     "questions": reading.questions,
     "translation": reading.translation,
@@ -275,19 +289,30 @@ _READING: dict[str, reading.Reads] = {
     "retrieval": reading.retrieval,
     "long": reading.long,
 }
+_FILES: dict[str, tasks.Writes] = {"edits": tasks.edits, "about code": tasks.about_code}
+
+
+class Sources(NamedTuple):
+    """What the target wrote to be read."""
+
+    passages: list[str]
+    files: list[tasks.File]
 
 
 class Prompt(NamedTuple):
     """One prompt and its kind."""
 
-    prompt: str
+    prompt: str | tasks.Conversation
     category: str
 
 
-def make_prompts(count: int, passages: list[str], seed: int) -> list[Prompt]:
-    """Different prompts; those that need something to read only if there are passages."""
+def make_prompts(count: int, sources: Sources, seed: int, *, has_tools: bool) -> list[Prompt]:
+    """Different prompts; those that need something to read only if it is there."""
     r = random.Random(seed)  # noqa: S311  # not for secrets
-    shares = {name: share for name, share in SHARES.items() if passages or name in _OWN}
+    lacking = set() if sources.passages else set(_READING)
+    lacking |= set() if sources.files else set(_FILES)
+    lacking |= set() if has_tools else {"tools"}
+    shares = {name: share for name, share in SHARES.items() if name not in lacking}
     names, weights = list(shares), list(shares.values())
     seen: set[str] = set()
     found: list[Prompt] = []
@@ -295,19 +320,18 @@ def make_prompts(count: int, passages: list[str], seed: int) -> list[Prompt]:
         if len(found) == count:
             break
         category = r.choices(names, weights)[0]
-        own = _OWN.get(category)
-        prompt = own(r) if own else _READING[category](r, passages)
-        if prompt not in seen:
-            seen.add(prompt)
+        prompt = _make(r, category, sources)
+        if str(prompt) not in seen:
+            seen.add(str(prompt))
             found.append(Prompt(prompt, category))
     return found
 
 
-def main() -> None:
-    """Print the prompts."""
-    for prompt in make_prompts(int(sys.argv[1]), [], 20):
-        print(json.dumps(prompt._asdict()))
-
-
-if __name__ == "__main__":
-    main()
+def _make(r: random.Random, category: str, sources: Sources) -> str | tasks.Conversation:
+    if category == "tools":
+        return tasks.tools(r, sources.files)
+    if category in _OWN:
+        return _OWN[category](r)
+    if category in _FILES:
+        return _FILES[category](r, sources.files)
+    return _READING[category](r, sources.passages)

@@ -1,8 +1,9 @@
 """`python texts.py TARGET OUT --seconds N --seed S`: texts for `ssd distill --texts OUT`.
 
-The target writes passages, answers prompts of nine kinds (`prompts.py`, `reading.py`) at four
+The target writes passages and files, answers prompts of many kinds (`prompts.py`) at four
 temperatures, and invents conversations. With PyTorch and Triton on a CUDA card (`decoding.py`),
-several times as fast as `ssd distill` generates texts by itself. Llama models only.
+several times as fast as `ssd distill` generates texts by itself; `--device cpu` needs no Triton.
+Llama and Qwen 2 only, in floats or MLX's 4 and 8 bits.
 """
 
 import argparse
@@ -14,13 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from decoding import Llama, Row, Rows, Template, Written, write
-from prompts import Prompt, make_prompts
+from decoding import Model, Row, Rows, Template, Written, write
+from prompts import Prompt, Sources, make_prompts
 from reading import passage_prompt
+from tasks import Conversation, code_of, file_prompt
 from tokenizers import Tokenizer
 
 from launch.workers.chat_template import form_of
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage
 from services.distill.data import RowInfo, ShardInfo, Shards
 from services.distill.generation import ANSWER, USER
 
@@ -50,14 +54,23 @@ class Writer:
 
     def __init__(self, target: Path, device: str, seed: int, wanted: Wanted) -> None:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        known = TargetTokenizer(target)
-        form = form_of(known)
-        self.template = Template(form.opening, form.turn, sorted(known.stop_ids))
+        self._chat = TargetTokenizer(target)
+        form = form_of(self._chat)
+        self.template = Template(form.opening, form.turn, sorted(self._chat.stop_ids))
         self._tokenizer: Any = Tokenizer.from_file(str(target / "tokenizer.json"))
         self._seed = seed
         self._wanted = wanted
-        model = Llama(target, device, dtype)
+        model = Model(target, device, dtype)
         self._rows = Rows(model, self.template, wanted.slots, wanted.length, seed)
+
+    @property
+    def has_tools(self) -> bool:
+        """True if the chat template knows tools."""
+        try:
+            self._conversation(Conversation([{"role": "user", "content": "a"}], [{"name": "b"}]))
+        except UsageError:
+            return False
+        return True
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
         """Through the chat template, up to the assistant's first token."""
@@ -65,27 +78,47 @@ class Writer:
         encoded = self._tokenizer.encode_batch(prompts, add_special_tokens=False)
         return [[*opening, *one.ids, *turn] for one in encoded]
 
-    def passages(self, count: int) -> list[str]:
-        """What the target writes about our topics."""
+    def _conversation(self, one: Conversation) -> list[int]:
+        """As the server renders it."""
+        return self._chat.encode([ChatMessage(**m) for m in one.messages], one.tools)
+
+    def sources(self, count: int) -> Sources:
+        """What the target writes to be read: passages on our topics, and half as many files."""
         r = random.Random(self._seed)  # noqa: S311  # not for secrets
-        given = self.encode([passage_prompt(r) for _ in range(count)])
-        rows = [Row(tokens, 0.8, "", 224) for tokens in given]
+        prompts = [(passage_prompt(r), "passage", 224) for _ in range(count)]
+        prompts += [(file_prompt(r), "file", 448) for _ in range(count // 2)]
+        given = self.encode([prompt for prompt, _, _ in prompts])
+        rows = [
+            Row(tokens, 0.8, kind, longest)
+            for tokens, (_, kind, longest) in zip(given, prompts, strict=True)
+        ]
         stops = set(self.template.stops)
-        texts = []
+        passages, files = [], []
         for written in write(self._rows, iter(_group(rows, r)), lambda: True):
             answer = written.tokens[written.kinds == ANSWER]
             text = self._tokenizer.decode([int(t) for t in answer if int(t) not in stops]).strip()
+            if written.row.category == "file":
+                files.append(code_of(text))
+                continue
             # What was cut ends with a sentence.
-            texts.append(text[: max(text.rfind(". "), text.rfind(".\n")) + 1] or text)
-        return [text for text in texts if 150 < len(text) < 900]
+            passages.append(text[: max(text.rfind(". "), text.rfind(".\n")) + 1] or text)
+        return Sources(
+            [text for text in passages if 150 < len(text) < 900],
+            [file for file in files if file is not None],
+        )
 
     def groups(self, prompts: list[Prompt]) -> list[list[Row]]:
         """Prompts of similar length together, and invented ones; in an order of chance."""
         wanted = self._wanted
         r = random.Random(self._seed + 1)  # noqa: S311  # not for secrets
+        plain = iter(self.encode([p.prompt for p in prompts if isinstance(p.prompt, str)]))
+        encoded = (
+            (next(plain) if isinstance(p.prompt, str) else self._conversation(p.prompt), p.category)
+            for p in prompts
+        )
         rows = [
-            Row(given, r.choice(_TEMPERATURES), prompt.category, wanted.answer)
-            for given, prompt in zip(self.encode([p.prompt for p in prompts]), prompts, strict=True)
+            Row(given, r.choice(_TEMPERATURES), category, wanted.answer)
+            for given, category in encoded
             if len(given) < wanted.length - 96
         ]
         share = wanted.invented / (1 - wanted.invented)
@@ -167,9 +200,11 @@ def main() -> None:
     until = time.monotonic() + flags.seconds
     wanted = Wanted(flags.slots, flags.length, flags.answer, flags.invented)
     writer = Writer(flags.target, flags.device, flags.seed, wanted)
-    passages = writer.passages(flags.passages)
-    print(f"{len(passages)} passages, {until - time.monotonic():.0f} s left", flush=True)
-    groups = writer.groups(make_prompts(flags.prompts, passages, flags.seed))
+    sources = writer.sources(flags.passages)
+    read = f"{len(sources.passages)} passages and {len(sources.files)} files"
+    print(f"{read}, {until - time.monotonic():.0f} s left", flush=True)
+    prompts = make_prompts(flags.prompts, sources, flags.seed, has_tools=writer.has_tools)
+    groups = writer.groups(prompts)
     print(f"{len(groups)} groups, {until - time.monotonic():.0f} s left", flush=True)
     writer.write(iter(groups), flags.out, until)
 

@@ -112,10 +112,10 @@ def evaluate(
     for number in range(batches.passes):
         one = batches.in_order(number)
         tokens, positions = mx.array(one.tokens), mx.array(one.positions)
-        p_logits, features = distribution.logits_and_features(tokens, positions)
+        hidden, features = distribution.read_hidden_and_features(tokens, positions)
         q_logits, lags = _draft(drafter, (tokens, positions), features, number)
         q_logits = q_logits[:, : vocabulary if head is None else None]
-        rank, overlaps, coupled = _compare(distribution, p_logits, q_logits, head, number)
+        rank, overlaps, coupled = _compare(distribution, hidden, q_logits, head, number)
         real = one.weights > 0
         rows = one.rows[one.positions // tokens.shape[1]]
         lag = np.zeros_like(one.positions) if lags is None else lags.reshape(-1)[one.positions]
@@ -143,11 +143,30 @@ def _draft(
 
 def _compare(
     distribution: TargetDistribution,
-    p_logits: mx.array,
+    hidden: mx.array,
     q_logits: mx.array,
     head: mx.array | None,
     number: int,
 ) -> tuple[Ids, Floats, Flags]:
+    """Return rank, overlaps and coupled of every position of batch `number`; see `_Row`."""
+    parts = []
+    keys = mx.random.split(mx.random.key(number), len(distribution.split(len(hidden))))
+    for key, chunk in zip(keys, distribution.split(len(hidden)), strict=True):
+        p_logits = distribution.logits(hidden[chunk])
+        part = _compare_chunk(distribution, p_logits, q_logits[chunk], head, key)
+        mx.eval(part)
+        parts.append([np.array(column) for column in part])
+    rank, overlaps, coupled = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return rank, overlaps.astype(np.float64), coupled
+
+
+def _compare_chunk(
+    distribution: TargetDistribution,
+    p_logits: mx.array,
+    q_logits: mx.array,
+    head: mx.array | None,
+    key: mx.array,
+) -> tuple[mx.array, mx.array, mx.array]:
     best = mx.argmax(p_logits, axis=-1)[:, None]
     ids = mx.arange(p_logits.shape[-1]) if head is None else head
     is_best = ids[None] == best
@@ -155,18 +174,16 @@ def _compare(
     place = (q_logits > own).sum(axis=-1) + 1
     rank = mx.where(mx.any(is_best, axis=-1), place, 0)
     overlaps, coupled = [], []
-    for index, temperature in enumerate(TEMPERATURES):
+    keys = mx.random.split(key, len(TEMPERATURES))
+    for temperature, noise_key in zip(TEMPERATURES, keys, strict=True):
         p = distribution.probabilities(p_logits, temperature)
         overlaps.append(overlap(p, mx.softmax(q_logits / temperature, axis=-1)))
-        key = mx.random.key(number * len(TEMPERATURES) + index)
-        noise = mx.random.gumbel(p_logits.shape, key=key)
+        noise = mx.random.gumbel(p_logits.shape, key=noise_key)
         theirs = mx.argmax(p_logits / temperature + noise, axis=-1)
         own_noise = noise if head is None else mx.take(noise, head, axis=-1)
         ours = ids[mx.argmax(q_logits / temperature + own_noise, axis=-1)]
         coupled.append(theirs == ours)
-    columns = (rank, mx.stack(overlaps, axis=1), mx.stack(coupled, axis=1))
-    mx.eval(columns)
-    return np.array(rank), np.array(columns[1]).astype(np.float64), np.array(columns[2])
+    return rank, mx.stack(overlaps, axis=1), mx.stack(coupled, axis=1)
 
 
 def _figures(measured: _Row, texts: Texts) -> Figures:

@@ -23,6 +23,8 @@ from services.mlx.loader import LoadedModel
 from services.mlx.target_reader import ReaderDescription, save_reader
 
 CARRIED = "carried"
+_GROUP_SIZE = 32
+"""Of quantised matrices: the CPU kernels' own."""
 
 _SHARED = ("embed", "lm_head")
 _TOKENIZER_FILES = (
@@ -46,11 +48,12 @@ class Trained(NamedTuple):
     """What it reads of the target."""
 
 
-def export(out: Path, target: LoadedModel, drafter: Trained) -> None:
+def export(out: Path, target: LoadedModel, drafter: Trained, bits: int = 0) -> None:
     """Write the drafter to `out` and, without the embedding, to `out/carried`.
 
     Args:
         target: the target, dense.
+        bits: of the trained matrices; 0 leaves them in half precision.
     """
     original: dict[str, Any] = json.loads((target.folder / "config.json").read_text("utf-8"))
     named = original.get("torch_dtype", original.get("dtype"))
@@ -67,7 +70,9 @@ def export(out: Path, target: LoadedModel, drafter: Trained) -> None:
         ):
             if drafter.description is not None:
                 save_reader(folder, drafter.description, reading, dtype)
-            _write(folder, arrays, drafter.config, drafter.head_ids, dtype)
+            config = drafter.config | ({"quantization": _describe_bits(bits)} if bits else {})
+            halves = {name: array.astype(dtype) for name, array in arrays.items()}
+            _write(folder, _quantise(halves, bits), config, drafter.head_ids)
         for name in _TOKENIZER_FILES:
             if (target.folder / name).is_file():
                 shutil.copyfile(target.folder / name, out / name)
@@ -75,18 +80,35 @@ def export(out: Path, target: LoadedModel, drafter: Trained) -> None:
         raise RuntimeFailure(f"cannot write the drafter to {str(out)!r}: {error}") from error
 
 
-def _write(
-    folder: Path, weights: Weights, config: dict[str, Any], head_ids: Ids | None, dtype: mx.Dtype
-) -> None:
+def _describe_bits(bits: int) -> dict[str, Any]:
+    return {"group_size": _GROUP_SIZE, "bits": bits}
+
+
+def _quantise(weights: Weights, bits: int) -> Weights:
+    """Return the weights with those matrices in bits that are not the target's."""
+    if not bits:
+        return weights
+    result: Weights = {}
+    for name, array in weights.items():
+        if array.ndim != 2 or any(part in name for part in _SHARED):
+            result[name] = array
+            continue
+        layer = name.removesuffix(".weight")
+        parts = mx.quantize(array, **_describe_bits(bits))
+        result |= zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=True)
+    return result
+
+
+def _write(folder: Path, weights: Weights, config: dict[str, Any], head_ids: Ids | None) -> None:
     """Write the folder, weights last and atomically: a folder that has them is complete."""
     described = {key: value for key, value in config.items() if key != "dtype"}
-    described["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
+    floats = next(a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
+    described["torch_dtype"] = str(floats).removeprefix("mlx.core.")
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
     head = folder / FILE_NAME
     if head_ids is None:
         head.unlink(missing_ok=True)
     else:
         head.write_bytes(msgspec.json.encode([int(token) for token in head_ids]))
-    arrays = {name: array.astype(dtype) for name, array in weights.items()}
     with atomic_writer(folder / "model.safetensors", mode=PUBLIC) as file:
-        mx.save_safetensors(file, arrays, {"format": "mlx"})
+        mx.save_safetensors(file, weights, {"format": "mlx"})

@@ -15,6 +15,9 @@ from services.mlx.taps import Taps
 Weights = dict[str, mx.array]
 """Parameters by their path in the model."""
 
+MOST_LOGITS = 1 << 28
+"""Numbers of a chunk of the target's logits: 1 GiB."""
+
 
 def number(array: mx.array) -> float:
     """Return the value of an array of one element; waits for the device."""
@@ -22,17 +25,16 @@ def number(array: mx.array) -> float:
     return float(value)
 
 
-class _At:
-    """Wraps a model's body to return hidden states at some positions only."""
+class _Given:
+    """Wraps a model's body to return given hidden states, so that a call runs its head alone."""
 
-    def __init__(self, body: Any, positions: mx.array) -> None:
+    def __init__(self, body: Any, hidden: mx.array) -> None:
         self._body = body
-        self._positions = positions
+        self._hidden = hidden
 
     def __call__(self, *arguments: Any, **named: Any) -> mx.array:
-        hidden = self._body(*arguments, **named)
-        chosen: mx.array = hidden.reshape(-1, hidden.shape[-1])[self._positions]
-        return chosen[None]
+        del arguments, named
+        return self._hidden[None]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._body, name)
@@ -46,26 +48,35 @@ def check_layout(model: Any) -> None:
         raise ModelError(f"models of type {kind!r} cannot be distilled: no model.layers in them")
 
 
-def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
-    """Return an mlx-lm model's predictions after some of the tokens.
-
-    A family's own code around its head (soft-capping, scaling) is applied.
+def read_hidden(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
+    """Return [count, width], an mlx-lm model's last hidden states at some of the tokens.
 
     Args:
         tokens: [rows, length].
         positions: [count] flat indices into rows * length.
         cache: the model's cache argument; by default none.
+    """
+    hidden: mx.array = model.model(tokens, cache=cache)
+    return hidden.reshape(-1, hidden.shape[-1])[positions]
 
-    Returns:
-        [count, head] float32 logits.
+
+def apply_head(model: Any, hidden: mx.array) -> mx.array:
+    """Return [count, head] float32 logits of these hidden states.
+
+    A family's own code around its head (soft-capping, scaling) is applied.
     """
     body = model.model
-    model.model = _At(body, positions)
+    model.model = _Given(body, hidden)
     try:
-        logits: mx.array = model(tokens, cache=cache)
+        logits: mx.array = model(mx.zeros((1, hidden.shape[0]), dtype=mx.int32))
     finally:
         model.model = body
     return logits[0].astype(mx.float32)
+
+
+def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
+    """Return [count, head] float32, a model's predictions at some of the tokens: `read_hidden`."""
+    return apply_head(model, read_hidden(model, tokens, positions, cache))
 
 
 class TargetDistribution:
@@ -83,16 +94,35 @@ class TargetDistribution:
         self._vocabulary = vocabulary
         self._head_ids = head_ids
 
-    def logits(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Return [count, vocabulary] float32 logits."""
-        return logits_at(self._model, tokens, positions)[:, : self._vocabulary]
-
-    def logits_and_features(
+    def read_hidden_and_features(
         self, tokens: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """Return `logits`, and [rows, length, features] of the tapped layers, if any."""
-        logits = self.logits(tokens, positions)
-        return logits, None if self._taps is None else self._taps.features()
+        """Return `read_hidden`, and [rows, length, features] of the tapped layers, if any."""
+        hidden = read_hidden(self._model, tokens, positions)
+        return hidden, None if self._taps is None else self._taps.features()
+
+    def split(self, count: int) -> list[slice]:
+        """Return the parts in which the logits of `count` positions are computed.
+
+        With a vocabulary of 150,000 those of a whole batch take as much memory as a large model.
+        """
+        size = max(1, MOST_LOGITS // self._vocabulary)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return [count, vocabulary] float32 logits."""
+        return apply_head(self._model, hidden)[:, : self._vocabulary]
+
+    def compute_probabilities(self, hidden: mx.array, temperature: float) -> mx.array:
+        """Return the `probabilities` of these hidden states, chunk by chunk."""
+        parts: list[mx.array] = []
+        for chunk in self.split(hidden.shape[0]):
+            part = hidden[chunk]
+            if parts:
+                # Without this the chunks could all be computed at once.
+                part = mx.depends(part, parts[-1])
+            parts.append(self.probabilities(self.logits(part), temperature))
+        return mx.concatenate(parts)
 
     def close(self) -> None:
         """Restore the model."""

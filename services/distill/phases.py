@@ -116,7 +116,7 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
         return
     control.say(DistillNote("training is done; writing and evaluating the drafter"))
     drafter = Trained(state.weights, plan.config, head_ids, plan.description)
-    export(folder.path, target, drafter)
+    export(folder.path, target, drafter, settings.bits)
     figures = _judge(settings, target, folder.path, held, control.run_left_s)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
     seconds = sum(info.seconds for source in sources for info in source.infos())

@@ -23,7 +23,7 @@ _FREE = frozenset(
     {
         "lifeline", "cores", "out", "threads", "compiled", "evaluate_only", "prompts", "opening",
         "minutes", "steps", "session_minutes", "data_minutes", "data_tokens", "data_batch",
-        "checkpoint_s",
+        "checkpoint_s", "bits",
     }
 )  # fmt: skip
 

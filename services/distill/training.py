@@ -172,8 +172,8 @@ class Trainer:
 
     def _target_probabilities(self, inputs: DeviceBatch) -> tuple[mx.array, mx.array | None]:
         distribution = self._distribution
-        logits, features = distribution.logits_and_features(inputs.tokens, inputs.positions)
-        return distribution.probabilities(logits, self._settings.loss_temperature), features
+        hidden, features = distribution.read_hidden_and_features(inputs.tokens, inputs.positions)
+        return distribution.compute_probabilities(hidden, self._settings.loss_temperature), features
 
     def _updating(self, objective: Objective) -> Callable[..., _Updated]:
         """Return the step of one objective: gradient, clipping, AdamW."""
@@ -227,8 +227,8 @@ class Trainer:
 
     def _measure_acceptance(self, weights: Weights, inputs: DeviceBatch) -> mx.array:
         tokens, positions, importance, _ = inputs
-        logits, features = self._distribution.logits_and_features(tokens, positions)
-        p = self._distribution.probabilities(logits, 1.0)
+        hidden, features = self._distribution.read_hidden_and_features(tokens, positions)
+        p = self._distribution.compute_probabilities(hidden, 1.0)
         context = None
         if features is not None:
             context = context_of(features, self._validation_blocks(*tokens.shape))

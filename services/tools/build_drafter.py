@@ -25,13 +25,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def assemble(carried: Path, target: Path, folder: Path) -> None:
     """Write the draft model `folder`; raises ModelError if a part is missing."""
-    weights = _weights(carried)
-    shared = _embedding_and_head(target)
+    weights, of_target = _weights(carried), _weights(target)
+    shared = {name: a for name, a in of_target.items() if name.startswith(_SHARED)}
     if f"{_EMBEDDING}.weight" not in shared:
         raise ModelError(f"the target {str(target)!r} has no tensor {_EMBEDDING}.weight")
     folder.mkdir(parents=True, exist_ok=True)
     for file in carried.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
+    _describe_quantization(target, folder, [one for one in _SHARED if f"{one}.scales" in shared])
     if (carried / WEIGHTS).is_file():
         shutil.copyfile(carried / WEIGHTS, folder / WEIGHTS)
     for name in _TOKENIZER_FILES:
@@ -42,29 +43,20 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **shared}, {"format": "mlx"})
 
 
-def _embedding_and_head(target: Path) -> dict[str, mx.array]:
-    """Return the target's embedding and head, dequantised: a shipped drafter is not quantised."""
-    weights = _weights(target)
-    shared: dict[str, mx.array] = {}
-    for layer in _SHARED:
-        weight, scales = weights.get(f"{layer}.weight"), weights.get(f"{layer}.scales")
-        if weight is None:
-            continue
-        if scales is not None:
-            shape = _quantization(target, layer)
-            weight = mx.dequantize(weight, scales, weights.get(f"{layer}.biases"), **shape).astype(
-                mx.float16
-            )
-        shared[f"{layer}.weight"] = weight
-    return shared
+def _describe_quantization(target: Path, folder: Path, layers: list[str]) -> None:
+    """Describe the bits of these layers, which stay as the target has them."""
+    if not layers:
+        return
+    config, of_target = _read_config(folder), _read_config(target)["quantization"]
+    common = {key: of_target[key] for key in ("group_size", "bits", "mode") if key in of_target}
+    carried = config.get("quantization", common)
+    config["quantization"] = carried | {layer: of_target.get(layer, common) for layer in layers}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def _quantization(target: Path, layer: str) -> dict[str, Any]:
-    """Return the quantisation of a layer: its own entry in `config.json`, or the global one."""
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    common: dict[str, Any] = config["quantization"]
-    own = common.get(layer, common)
-    return {key: own[key] for key in ("group_size", "bits", "mode") if key in own}
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def _weights(folder: Path) -> dict[str, mx.array]:

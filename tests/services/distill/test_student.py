@@ -125,14 +125,19 @@ def test_a_trimmed_head_keeps_the_frequent_tokens(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.array(found), np.array(whole)[:, ids], rtol=1e-4, atol=1e-4)
 
 
-def test_the_law_of_a_trimmed_head_is_not_renormalised(tmp_path: Path) -> None:
+def test_the_law_of_a_trimmed_head_is_not_renormalised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target's law over the kept tokens keeps its probabilities; padding columns get none."""
+    monkeypatch.setattr("services.distill.logits.MOST_LOGITS", 2 * 288)
     target = load(write_tiny_model(tmp_path, "qwen2")).module
     ids = mx.array([4, 7, 200])
     law = TargetDistribution(target, 288, ids)
-    logits = law.logits(TOKENS, POSITIONS)
+    hidden, _ = law.read_hidden_and_features(TOKENS, POSITIONS)
+    logits = law.logits(hidden)
     assert logits.shape == (3, 288)
+    assert [chunk.stop for chunk in law.split(3)] == [2, 3]
     full = np.array(mx.softmax(logits / 0.7, axis=-1))
-    found = np.array(law.probabilities(logits, 0.7))
+    found = np.array(law.compute_probabilities(hidden, 0.7))
     np.testing.assert_allclose(found, full[:, [4, 7, 200]], rtol=1e-5)
     assert law.ids_of(mx.array([2, 0])).tolist() == [200, 4]

@@ -239,14 +239,19 @@ def test_the_carried_drafter_is_the_drafter(done: Run, target: Path, tmp_path: P
     np.testing.assert_allclose(one, other, atol=0.02)
 
 
-@pytest.mark.parametrize("family", ["llama3", "quantized"])
-def test_other_heads_are_carried_too(family: str, tmp_path: Path) -> None:
-    """Targets with a head of their own, or quantised: whole and assembled drafter agree."""
+@pytest.mark.parametrize(
+    ("family", "bits"), [("llama3", 0), ("quantized", 0), ("llama3", 8), ("quantized", 4)]
+)
+def test_other_heads_and_bits_are_carried_too(family: str, bits: int, tmp_path: Path) -> None:
+    """Own heads, quantised targets, quantised drafters: whole and assembled drafter agree."""
     target = write_tiny_model(tmp_path / "t", family)
     out = tmp_path / "out"
-    distill(settings_for(target, out, steps=2, data_tokens=400), Quiet())
-    # Both halves are dense; a word about widths would make a loader quantise them.
-    assert "quantization" not in json.loads((out / "carried" / "config.json").read_text())
+    distill(settings_for(target, out, steps=2, data_tokens=400, bits=bits), Quiet())
+    # A word about widths in a dense folder would make a loader quantise it.
+    described = json.loads((out / "carried" / "config.json").read_text()).get("quantization")
+    assert described == ({"group_size": 32, "bits": bits} if bits else None)
+    carried: Any = mx.load(str(out / "carried" / "model.safetensors"))
+    assert ("model.layers.0.self_attn.q_proj.scales" in carried) == (bits > 0)
     assemble(out / "carried", target, tmp_path / "again")
     tokens = mx.array([[0, 2, 20, 21, 22]])
     one, other = (np.array(load(f).module(tokens)) for f in (out, tmp_path / "again"))
@@ -298,22 +303,16 @@ class Fixed:
 
     def __init__(self, logits: list[float]) -> None:
         self._logits = mx.array(logits)
-        self.model = self
+        self.model: Any = lambda tokens, cache: mx.zeros((*tokens.shape, 1))
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        return mx.broadcast_to(self._logits, (*tokens.shape, self._logits.size))
+        hidden = self.model(tokens, cache=None)
+        return mx.broadcast_to(self._logits, (*hidden.shape[:2], self._logits.size))
 
 
 def test_figures_are_counted_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreement, ranks in a trimmed head, categories: by hand on laws that never change."""
-    monkeypatch.setattr(
-        "services.distill.logits.logits_at",
-        lambda model, tokens, positions: model(tokens).reshape(-1, 4)[positions],
-    )
-    monkeypatch.setattr(
-        "services.distill.evaluation.logits_at",
-        lambda model, tokens, positions: model(tokens).reshape(-1, 3)[positions],
-    )
+    """Agreement, ranks in a trimmed head, categories: by hand on fixed laws, in chunks."""
+    monkeypatch.setattr("services.distill.logits.MOST_LOGITS", 8)  # two positions
     target = Fixed([0.0, 3.0, 1.0, 2.0])
     drafter = DeployedDrafter(Fixed([5.0, 4.0, 1.0]), np.array([3, 1, 2]))
     kinds = np.array([[1, 3, 3, 0], [1, 3, 3, 3]], np.uint8)
