@@ -60,6 +60,8 @@ class CostModel:
         self.after_all = _by_origin(lambda: HitCurve(AFTER_ALL))
         self.hits = Ema(0.5, weight=3.0)
         """Hit rate of rounds with a working drafter."""
+        self.recent = DiscountedRatio()
+        """Tokens and milliseconds of recent rounds of all kinds."""
         self.idle_ms = _by_origin(Ema)
         """Idle time of the target before a round."""
         self.run_start_ms = Ema()
@@ -164,9 +166,12 @@ class CostModel:
         latency = self.verify_latency if observation.is_contended else self.plain_latency
         usual_ms = latency.of(observation.rows)
         latency.observe(observation.rows, observation.verify_ms)
-        self.draft_length = max(observation.depth, self.draft_length - _SHRINK)
+        if observation.origin != "lookup":
+            self.draft_length = max(observation.depth, self.draft_length - _SHRINK)
         self._observe_drafts(observation)
         if observation.idle_ms is not None:
+            time_ms = min(observation.idle_ms + observation.verify_ms, STALL * usual_ms)
+            self.recent.observe(observation.accepted + 1, time_ms, fade=FADE)
             self._observe_waits(observation, observation.idle_ms)
             self._judge_speed(observation, observation.idle_ms, usual_ms)
         self._compare_ways()

@@ -15,6 +15,7 @@ from orchestrator.sequence.limits import RequestLimits
 from orchestrator.sequence.lookup import PromptLookup
 from orchestrator.sequence.planner import Planner, Preparation
 from orchestrator.sequence.round import NextRound, Round
+from protocol.decoding.prompt_lookup import LONGEST_LOOKUP
 from protocol.messages import LogitsOptions, Origin, Tokens, VerificationOutcome, Verify
 
 _PLANNED = 8
@@ -74,7 +75,8 @@ class NextRounds:
         if not planner.looks_up or (planner.num_draft_tokens and self._limits.has_drafter):
             return Draft()
         siblings = planner.siblings if self._limits.verifier_takes_trees else 0
-        return self._lookup.find(tokens, planner.depth, siblings)
+        longest = planner.num_draft_tokens or planner.max_draft_tokens or LONGEST_LOOKUP
+        return self._lookup.find(tokens, longest, siblings)
 
     def choose_lookup(self, lookup: Draft, length: int, *, alone: bool) -> Draft:
         """Return the part of a lookup that is worth verifying; `alone`: no drafter works

@@ -292,11 +292,13 @@ class Planner:
 
         Args:
             chances: probabilities of the nodes' paths.
-            alone: no drafter works, so that the time is compared with plain decoding.
+            alone: no drafter works; the throughput is that of all recent rounds.
         """
         estimates = self.estimates
-        plain_ms = estimates.plain_latency.of(estimates.streams)
-        throughput = estimates.streams / plain_ms if alone else self.throughput
+        throughput = self.throughput
+        if alone:
+            plain = 1.0 / estimates.plain_latency.of(estimates.streams)
+            throughput = estimates.streams * max(plain, estimates.recent.value)
         latency = estimates.plain_latency if alone else self._latency
         return [
             tokens - throughput * latency.of(self._rows(count))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import LONGEST_DRAFT
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
@@ -15,12 +16,18 @@ from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE
 from protocol.messages import LogitsOptions, Sampling, Verify
-from tests.support.fakes import Stack, Target, chain_of, observed
+from tests.support.fakes import VOCABULARY, Stack, Target, chain_of, observed
 from tests.support.lookups import find_continuation
 
 LETTERS = st.integers(0, 2)
-TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
-"""Long ones too: by themselves they would seldom be long enough for two matches."""
+SHORT = st.lists(LETTERS, max_size=6)
+TOKENS = (
+    SHORT
+    | st.lists(LETTERS, min_size=20, max_size=40)
+    | st.builds(lambda text, end: text * 7 + end, SHORT, SHORT)
+)
+"""Long ones too: by themselves they would seldom be long enough for two matches, and seldom have
+long ones."""
 ENDLESS = Limits(60, frozenset(), 0)
 
 
@@ -28,7 +35,7 @@ ENDLESS = Limits(60, frozenset(), 0)
 def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count: int) -> None:
     """As the definition says, tried at every place."""
     best: tuple[list[int], float] = ([], 0.0)
-    for length in (2, 3, 4):
+    for length in sorted(CONFIDENCE):
         tail = tokens[-length:]
         for end in range(length, len(tokens)):
             if tokens[end - length : end] == tail and len(tail) == length:
@@ -40,7 +47,7 @@ def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count
 def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned: int) -> None:
     """The best match whose first token may come, up to the first that may not."""
     best: tuple[list[int], float] = ([], 0.0)
-    for length in (2, 3, 4):
+    for length in sorted(CONFIDENCE):
         tail = tokens[-length:]
         for end in range(length, len(tokens)):
             fits = tokens[end - length : end] == tail and len(tail) == length
@@ -99,6 +106,21 @@ def test_without_a_drafter_what_was_said_before_is_verified() -> None:
     assert recorder.fallbacks["lookup"] == recorder.by_origin["lookup"].rounds > 3
     assert alone.origins.count("lookup") == recorder.accepted > 20
     assert "looked up in prompt and answer" in explanation("ssd", recorder.summarise())
+
+
+class Copying(Target):
+    """Says the same forty tokens again and again."""
+
+    def next(self, prefix: list[int]) -> int:
+        return (len(prefix) % 40) ** 3 // 5 % VOCABULARY
+
+
+def test_what_is_copied_is_looked_up_in_longer_pieces_than_drafts() -> None:
+    """Nobody waits for its tokens, and long matches are soon trusted."""
+    limits = Limits(400, frozenset(), 0)
+    copying = Stack(mode="ssd", target=Copying(0), prompt=[0] * 40, limits=limits)
+    copying.calm().assert_plain()
+    assert max(copying.sequence.recorder.offered_at) >= LONGEST_DRAFT
 
 
 def test_a_banned_token_is_not_looked_up() -> None:
@@ -195,6 +217,29 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
     plan = Planner("ssd", estimates)
     assert bool(plan.choose_lookup(chain_of([CONFIDENCE[2]] * 3))) == used
     assert plan.choose_lookup(chain_of([CONFIDENCE[4]] * 3))
+
+
+def test_what_recent_rounds_brought_is_what_a_row_must_earn() -> None:
+    """Dear rows pay beside plain decoding, but not beside shorter lookups of the same text."""
+    estimates = CostModel()
+    estimates.plain_latency.expect({1: 10.0, 2: 10.5, 3: 17.0, 16: 90.0})
+    plan = Planner("ssd", estimates)
+    lookup = chain_of([CONFIDENCE[16]] * 15)
+    assert len(plan.choose_lookup(lookup, alone=True)) > 1
+    copied = observed(
+        origin="lookup", speculating=False, confidences=[0.0], accepted=1, verify_ms=10.5,
+        idle_ms=0.0,
+    )  # fmt: skip
+    for _ in range(200):
+        estimates.observe_round(copied)
+    assert len(plan.choose_lookup(lookup, alone=True)) == 1
+
+
+def test_long_lookups_do_not_deepen_drafts() -> None:
+    """What is copied says nothing of how far a drafter should look ahead."""
+    estimates = CostModel()
+    estimates.observe_round(observed(origin="lookup", confidences=[0.9] * 30, accepted=30))
+    assert estimates.draft_length == CostModel().draft_length
 
 
 @pytest.mark.parametrize(("tree_nodes", "rows"), [(0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2, 3])])
