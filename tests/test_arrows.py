@@ -262,3 +262,56 @@ def test_a_request_can_be_followed(record_property: Callable[[str, object], None
     lines = sum(len(source(MODULES[module]).splitlines()) for module in on_the_way())
     record_property("lines reachable from one request", lines)
     assert lines <= MOST_LINES
+
+
+# ---------------------------------------------------------------- inside the services
+
+# Of kernels, nothing knows how a request is answered: they are given arrays and layers.
+KERNELS_KNOW = ("services.kernels", "services.mlx", "services.runtime.preparation")
+# Pairs of rooms that import each other. The list only becomes shorter.
+MUTUAL = {
+    ("drafter", "runtime"),
+    ("drafter", "sampling"),
+    ("kernels", "mlx"),
+    ("ranks", "verifier"),
+    ("runtime", "verifier"),
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ours that a file imports, early or late."""
+    return {module for module, _ in edges(ast.parse(source(path)))}
+
+
+def service_of(module: str) -> str:
+    """The room of a module of the services; traces stand for the engine that they become."""
+    return "mlx.tracing" if is_in(module, ["services.mlx.tracing"]) else module.split(".")[1]
+
+
+def test_kernels_know_nothing_of_the_engine() -> None:
+    """Sequences, caches, batches and policies are above them."""
+
+    def strangers(path: Path) -> list[str]:
+        outside = (module for module in imports_of(path) if not is_in(module, KERNELS_KNOW))
+        of_traces = (
+            module for module in imports_of(path) if is_in(module, ["services.mlx.tracing"])
+        )
+        ours = module_of(path).startswith("services.kernels.")
+        return (
+            sorted(m for m in (*outside, *of_traces) if m.startswith("services.")) if ours else []
+        )
+
+    assert offenders(strangers) == {}
+
+
+def test_no_further_rooms_of_services_import_each_other() -> None:
+    """Arrows between two rooms go one way, with exceptions that are to go."""
+    arrows = {
+        (service_of(module_of(path)), service_of(other))
+        for path in FILES
+        if room(path) == "services" and path.parent.name != "services"
+        for other in imports_of(path)
+        if other.startswith("services.")
+    }
+    mutual = {(a, b) for a, b in arrows if a < b and (b, a) in arrows}
+    assert mutual == MUTUAL

@@ -66,8 +66,8 @@ def compute(folder: str, threads: int) -> None:
     mx.set_default_device(mx.cpu)
     from services.kernels.cpu.decoder import fill_only, kernel_of  # noqa: PLC0415
     from services.kernels.cpu.equip import equip  # noqa: PLC0415
-    from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
-    from services.mlx.loader import load  # noqa: PLC0415
+    from services.kv.cache import KVStore  # noqa: PLC0415
+    from services.mlx.loader import load, windows_of  # noqa: PLC0415
 
     module = load(Path(folder), as_stored=True).module
     if not equip(module) or kernel_of(module) is None:

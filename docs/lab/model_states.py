@@ -38,10 +38,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import MODELS, build
 
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.slots import round_to_bucket
 from services.kv.state import SequenceState
+from services.mlx.loader import windows_of
 from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.target_model import TargetModel, prepare
 

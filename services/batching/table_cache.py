@@ -95,21 +95,3 @@ def _put(buffer: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
     An assignment to `buffer[:, slots]` needs six: it makes indices of the heads and converts them.
     """
     return mx.put_along_axis(buffer, slots, rows.squeeze(0), axis=1)
-
-
-def attend_gathered(  # noqa: PLR0917  # `Attend`
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    first: mx.array,
-    scale: float,
-) -> mx.array:
-    """Compute `Attend` with MLX's own operations, which copy the visible slots; for comparison."""
-    slots = first[:, None] + mx.arange(mask.shape[1])[None]
-    gathered = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
-    rows = queries.squeeze(0).swapaxes(0, 1)[:, :, None]
-    out: mx.array = mx.fast.scaled_dot_product_attention(
-        rows, gathered[0], gathered[1], scale=scale, mask=mask[:, None, None]
-    )
-    return out[:, :, 0].swapaxes(0, 1)[None]

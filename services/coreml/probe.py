@@ -170,8 +170,12 @@ def _target_loop(settings: ProbeSettings) -> ProbeResult:
     # MLX must be imported after the BLAS is in place.
     import mlx.core as mx  # noqa: PLC0415
 
-    from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
-    from services.mlx.loader import compute_unit, load  # noqa: PLC0415
+    from services.kv.cache import KVStore  # noqa: PLC0415
+    from services.mlx.loader import (  # noqa: PLC0415
+        compute_unit,
+        load,
+        windows_of,
+    )
 
     module = load(Path(settings.target)).module
     store = KVStore(windows_of(module), bucketed=False)

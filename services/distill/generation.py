@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from protocol.messages import Tokens
 from services.distill.batch_cache import BatchStore
-from services.kv.cache import windows_of
 from services.mlx.launching import launch
+from services.mlx.loader import windows_of
 
 Integers = npt.NDArray[np.int32]
 

@@ -39,9 +39,8 @@ from services.distill.student import (
     start_from,
 )
 from services.distill.training import Budget, Trainer
-from services.kv.cache import windows_of
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import LoadedModel, compute_unit, load, to_dense
+from services.mlx.loader import LoadedModel, compute_unit, load, to_dense, windows_of
 from services.mlx.target_reader import ReaderDescription, load_reader
 
 # A Mac's GPU shares its memory with everything else; a CUDA card's is its own.

@@ -14,10 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.errors import ModelError
 from services.kernels.cuda import kv_rows
 from services.kv.resident import ResidentSlots
 from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
@@ -378,23 +376,3 @@ class KVStore:
             self.seat.evaluate()
         else:
             mx.eval([*self.arrays, *(self.written or [])])
-
-
-def windows_of(model: Any) -> list[int | None]:
-    """Return the attention window of each layer of an mlx-lm model, None for full attention.
-
-    Raises:
-        ModelError: a layer keeps something else (a recurrent state, chunks, ...).
-    """
-    windows: list[int | None] = []
-    for cache in make_prompt_cache(model):
-        if type(cache) is KVCache:
-            windows.append(None)
-        elif type(cache) is RotatingKVCache and cache.keep == 0:
-            windows.append(cache.max_size)
-        else:
-            raise ModelError(
-                f"a layer keeps its state in a {type(cache).__name__}: such models verify drafts, "
-                "but cannot draft or be distilled"
-            )
-    return windows

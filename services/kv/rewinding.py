@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from protocol.errors import ModelError
 from services.kv.branching import BranchingState
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.recording import record_pass, start_recording
 from services.kv.replay import (
@@ -31,6 +31,7 @@ from services.kv.replay import (
     plan_replay,
 )
 from services.kv.state import SequenceState
+from services.mlx.loader import windows_of
 from services.mlx.selftest import TOLERANCES
 
 _log = logging.getLogger(__name__)

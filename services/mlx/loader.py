@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
@@ -67,6 +68,26 @@ def load(
     module, config = _load(folder, shard, adapter, as_stored=as_stored)
     length = _context_length(config, folder)
     return LoadedModel(module, folder, vocabulary, length, _end_ids(config))
+
+
+def windows_of(model: Any) -> list[int | None]:
+    """Return the attention window of each layer of an mlx-lm model, None for full attention.
+
+    Raises:
+        ModelError: a layer keeps something else (a recurrent state, chunks, ...).
+    """
+    windows: list[int | None] = []
+    for cache in make_prompt_cache(model):
+        if type(cache) is KVCache:
+            windows.append(None)
+        elif type(cache) is RotatingKVCache and cache.keep == 0:
+            windows.append(cache.max_size)
+        else:
+            raise ModelError(
+                f"a layer keeps its state in a {type(cache).__name__}: such models verify drafts, "
+                "but cannot draft or be distilled"
+            )
+    return windows
 
 
 def load_skeleton(folder: Path) -> Any:

@@ -13,6 +13,10 @@ import mlx.nn as nn
 _PATCHES, _PLAIN = "_patches", "_plain_class"
 
 
+class Unfit(Exception):
+    """A layer is of a kind that kernels do not compute."""
+
+
 @dataclass(frozen=True, eq=False)
 class Patch:
     """A change of one layer."""

@@ -22,12 +22,19 @@ from protocol.messages import Sampling
 from services.kernels.cpu.choice import choose_tokens
 from services.kernels.cuda.sampling.best import find_best, sort_best
 from services.kernels.cuda.sampling.choose import choose_tokens as choose_on_cuda
-from services.kernels.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, Wanted, guess_tokens
+from services.kernels.cuda.sampling.guess import (
+    CANDIDATES,
+    DRAWN,
+    FILTERED,
+    GREEDY,
+    Wanted,
+    guess_tokens,
+)
+from services.kernels.cuda.sampling.rules import read_noise, write_rules
 from services.mlx.array_memory import view
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top
-from services.sampling.rules import read_noise, write_rules
 
 _FILTER_WIDTH = 1024
 """Tokens per row that the filters consider; a row that keeps more is decided on the host."""
@@ -208,7 +215,7 @@ def guess(
         rows: [rows, head] logits.
         width: number of choices; small.
         ids: [head] int32, the token id of each column.
-        rules: [rows, WORDS] of the tokens to be chosen, see `sampling.rules`.
+        rules: [rows, WORDS] of the tokens to be chosen, see `write_rules`.
         sampling: what the rules were written for, apart from seed and temperature.
 
     Returns:
@@ -216,10 +223,21 @@ def guess(
             ids of all, and the confidence of each.
     """
     if compute_unit() == "cuda":
-        there = guess_tokens(rows, ids, rules, Wanted(width, _kind_of(sampling)))
+        wanted = Wanted(width, _kind_of(sampling))
+        there = guess_tokens(rows, ids, rules, wanted, _guess_on_host)
         if there is not None:
             return there
     return _guess_by_mlx(rows, width, ids, rules, sampling)
+
+
+def _guess_on_host(
+    logits: Floats, positions: Sequence[int], ids: Ids, sampling: Sampling, wanted: Wanted
+) -> tuple[Ids, Floats]:
+    """Return the best tokens after each row, and how sure the `wanted` best are."""
+    # Without filters every token is a candidate.
+    width = logits.shape[1] if wanted.kind == DRAWN else CANDIDATES
+    top = candidates.perturb(candidates.best_of(logits, width, ids), positions, sampling)
+    return top.ids[:, 0], np.array([top.confidences(row, wanted.width) for row in positions])
 
 
 def _kind_of(sampling: Sampling) -> int:

@@ -18,9 +18,9 @@ from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify
 from services.batching.forward import ForwardPass
 from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.host_rows import ReadRows, pending
-from services.kernels.cuda.prelaunch_trial import find_doorbell
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
+from services.mlx.tracing.prelaunch_trial import find_doorbell
 from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps

@@ -19,10 +19,10 @@ from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
 from services.kernels.cuda.attention import attend_table
 from services.kernels.cuda.blocks import equip_for_cuda
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.fused_linear import fuse_linears
-from services.mlx.loader import compute_unit
+from services.mlx.loader import compute_unit, windows_of
 from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
 from services.mlx.tracing.forward_trial import trace_if_faster

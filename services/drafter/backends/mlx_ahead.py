@@ -28,12 +28,12 @@ from services.drafter.backends.mlx_rows import (
     TracedRows,
 )
 from services.drafter.backends.mlx_tree import Bud, Trunk
+from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.mlx.launching import launch
 from services.runtime.preparation import Steps
 from services.sampling.candidates import check_shares
 from services.sampling.device import guess
-from services.sampling.rules import write_rules
 
 
 class _Launched(NamedTuple):

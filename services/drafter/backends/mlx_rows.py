@@ -19,6 +19,7 @@ from protocol.messages import Sampling
 from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.sampling.guess import WIDTHS
+from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx import selftest
@@ -34,7 +35,6 @@ from services.mlx.tracing.traced_slots import (
 )
 from services.runtime.preparation import Steps
 from services.sampling.device import guess
-from services.sampling.rules import write_rules
 
 TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; larger ones are not traced."""

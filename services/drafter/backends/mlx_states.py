@@ -6,8 +6,9 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from services.kv.branching import BranchingState
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.rewinding import find_branching
+from services.mlx.loader import windows_of
 
 
 def is_recurrent(model: Any) -> bool:

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,12 +32,13 @@ from services.kernels.cpu.structures import (
     NormStruct,
     PassStruct,
 )
-from services.kv.cache import KVStore
-from services.kv.slots import Frame
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
-from services.mlx.patches import Patch, install
-from services.mlx.plain_blocks import Unfit
+from services.mlx.patches import Patch, Unfit, install
+
+if TYPE_CHECKING:
+    from services.kv.cache import KVStore
+    from services.kv.slots import Frame
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
@@ -107,7 +108,7 @@ class DecoderKernel:
         self._held.append(floats)
         return NormStruct(floats.ctypes.data, norm.eps)
 
-    def stores_of(self, model: Any, tokens: mx.array, cache: Any) -> list[KVStore] | None:
+    def stores_of(self, model: Any, tokens: mx.array, cache: Any) -> "list[KVStore] | None":
         """The sequences of a pass that is ours, whose tokens are these; None if it is not."""
         if not cache or tokens.ndim != 2 or tokens.shape[0] != 1:
             return None
@@ -132,13 +133,13 @@ class DecoderKernel:
             for tap in (getattr(layer, "tap", None),)
         )
 
-    def run(self, tokens: mx.array, stores: Sequence[KVStore]) -> mx.array:
+    def run(self, tokens: mx.array, stores: "Sequence[KVStore]") -> mx.array:
         """Logits [1, n, vocabulary]."""
         logits, states = self._run(self._check(tokens), stores, head=True)
         self._catch([states])
         return mx.array(logits)
 
-    def fill(self, tokens: mx.array, stores: Sequence[KVStore]) -> None:
+    def fill(self, tokens: mx.array, stores: "Sequence[KVStore]") -> None:
         """Keep keys and values of chains of any length, in passes of up to `_PIECE` rows."""
         row, at = self._check(tokens), 0
         frames = [store.frame for store in stores]
@@ -174,7 +175,7 @@ class DecoderKernel:
             self._layers[layer].tap.caught = mx.array(rows)[None]
 
     def _run(
-        self, row: npt.NDArray[np.int32], stores: Sequence[KVStore], *, head: bool
+        self, row: npt.NDArray[np.int32], stores: "Sequence[KVStore]", *, head: bool
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Logits [1, n, vocabulary], of no rows without `head`, and [tapped, n, width] states."""
         parts, held = self._describe(stores)
@@ -198,7 +199,7 @@ class DecoderKernel:
         del held
         return logits, states
 
-    def _describe(self, stores: Sequence[KVStore]) -> tuple[Any, list[npt.NDArray[np.bool_]]]:
+    def _describe(self, stores: "Sequence[KVStore]") -> tuple[Any, list[npt.NDArray[np.bool_]]]:
         """Of each sequence; and masks that must outlive the pass."""
         parts, held = (structures.SequenceStruct * len(stores))(), list[npt.NDArray[np.bool_]]()
         for part, store in zip(parts, stores, strict=True):
@@ -211,7 +212,7 @@ class DecoderKernel:
                 held += masks
         return parts, held
 
-    def _masks(self, frame: Frame) -> list[npt.NDArray[np.bool_]]:
+    def _masks(self, frame: "Frame") -> list[npt.NDArray[np.bool_]]:
         """Return what rows see in blocks without and, if there are any, with a window."""
         visible, window = frame.visible, max(self._windows)
         if visible is None or not window:

@@ -26,7 +26,7 @@ from services.kernels.cpu.packing import (
     weights_of,
 )
 from services.kernels.cpu.program import find_program, name_of
-from services.mlx.plain_blocks import Unfit
+from services.mlx.patches import Unfit
 from services.mlx.rope import is_steady, use_tables
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.kv.cache import windows_of
-from services.mlx.plain_blocks import Unfit
+from services.mlx.loader import windows_of
+from services.mlx.patches import Unfit
 from services.mlx.rope import BranchRope, TableRope, Tables
 
 _PLAIN_NORMS = {"before": "input_layernorm", "after": "post_attention_layernorm"}

@@ -16,7 +16,7 @@ import numpy as np
 from services.kernels.cpu.structures import MatrixStruct, SourceStruct
 from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
-from services.mlx.plain_blocks import Unfit
+from services.mlx.patches import Unfit
 
 _BITS4, _BITS8, _HALF, _BFLOAT, _FLOAT, _SHARED = range(6)
 _FLOATS = {mx.float16: _HALF, mx.bfloat16: _BFLOAT, mx.float32: _FLOAT}

@@ -18,11 +18,11 @@ from typing import Any
 import mlx.core as mx
 
 from services.kernels.cuda.kernel import LANES, build
-from services.kv.slots import round_to_bucket
 from services.mlx.selftest import is_right
-from services.mlx.tracing.traced_slots import MOST_SLOTS
 
 MOST_ROWS = 32
+MOST_SLOTS = 131072
+"""Largest buffer of a trace."""
 _MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
 """Maximum rows times slots for our kernel, by head size (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
@@ -30,6 +30,8 @@ _SHORT, _MOST_READ = 1024, 8192 * 4096
 is cheaper than cuDNN's plans, which take 50 to 850 ms for each new shape.
 """
 _FEW = 64
+_SLOTS_STEP = 256
+"""Buffers grow by this many slots."""
 ROWS_STEP = 128
 """Padded numbers of rows are multiples of this (`round_rows`)."""
 _WARPS = {64: 8, 128: 8, 256: 4}
@@ -96,7 +98,7 @@ def fit_chunk(model: Any, size: int, length: int) -> int:
         length: tokens before them.
     """
     width = getattr(getattr(model, "args", None), "hidden_size", 0)
-    slots = round_to_bucket(length + min(size, _FEW))
+    slots = -(-(length + min(size, _FEW)) // _SLOTS_STEP) * _SLOTS_STEP
     fits = slots <= _SHORT and 0 < _FEW * slots * width <= _MOST_READ
     return min(size, _FEW) if fits else size
 

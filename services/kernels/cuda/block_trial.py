@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from protocol.jobs.kernel_report import KernelProbe
 from services.kernels.cuda.choice import in_trace
-from services.kv.slots import BUCKET
+from services.kernels.cuda.kv_rows import InPlace
 from services.mlx.selftest import check
-from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import Steps
 
 BLOCKS = 4
 """Number of blocks tested."""
 _ROWS, _TIMED_ROWS = (1, 4, 16, 32), 4
 """Numbers of rows that are compared, and the one that is timed."""
+_SLOTS = 256
 _BEFORE = 20
 """Tokens before those of the test."""
 _TURNS = 3
@@ -69,6 +69,20 @@ def _add(pairs: Pairs, rows: int, *, ours: bool) -> list[mx.array]:
     return [after - trial.x for after in trial.trace(ours=ours, chained=False)()]
 
 
+class _Layer(InPlace):
+    """A layer of a chain's pass."""
+
+    @property
+    def offset(self) -> mx.array:
+        """[] position of the first row."""
+        return self.slots[0]
+
+    @property
+    def positions(self) -> mx.array:
+        """[rows]."""
+        return self.slots
+
+
 class _Trial:
     """Passes of `rows` rows through some blocks with random keys and values.
 
@@ -82,11 +96,11 @@ class _Trial:
         heads, weight = pairs[0][1].heads, pairs[0][1].weight
         keys = iter(mx.random.split(mx.random.key(rows), 2 * len(pairs) + 1))
         self.x = mx.random.normal((1, rows, weight.shape[1]), weight.dtype, key=next(keys))
-        shape = (1, heads.kv_heads, BUCKET, heads.size)
+        shape = (1, heads.kv_heads, _SLOTS, heads.size)
         self._buffers = [
             [mx.random.normal(shape, weight.dtype, key=next(keys)) for _ in range(2)] for _ in pairs
         ]
-        self._visible = mx.arange(BUCKET)[None] <= _BEFORE + mx.arange(rows)[:, None]
+        self._visible = mx.arange(_SLOTS)[None] <= _BEFORE + mx.arange(rows)[:, None]
 
     def trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
         """Trace the blocks, each over the rows or over the result of the previous block."""
@@ -94,8 +108,8 @@ class _Trial:
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array
         ) -> list[mx.array]:
-            rows, found = PassRows(start, self._rows), list[mx.array]()
-            held = [LayerInputs(keys, values, rows) for keys, values in buffers]
+            slots, found = start + mx.arange(self._rows), list[mx.array]()
+            held = [_Layer(keys, values, slots, owned=False) for keys, values in buffers]
             for _ in range(_TURNS if chained else 1):
                 for (block, kernels), cache in zip(self._pairs, held, strict=True):
                     with in_trace():

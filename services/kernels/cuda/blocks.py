@@ -3,10 +3,11 @@
 A pass of a small model waits for launches and for the host that issues them, not for the
 arithmetic. A block here is eight launches instead of eighteen, and a third of MLX's operations:
 whatever follows a product is fused with it, and one kernel splits, norms, rotates and stores
-queries, keys and values. It applies to blocks of `plain_blocks` whose parts are plain, after a
+queries, keys and values. It applies to blocks of `_FAMILIES` whose parts are plain, after a
 self-test (`block_trial`) when a model is prepared.
 """
 
+import functools
 import logging
 import sys
 from typing import Any
@@ -23,18 +24,15 @@ from services.kernels.cuda.block_trial import BLOCKS, compare
 from services.kernels.cuda.choice import TracedLinear, use_products
 from services.kernels.cuda.rotate import SIZES, HeadNorm, Heads, rotate, rotate_into
 from services.mlx.fused_linear import FusedSlice
-from services.mlx.patches import install, remove_all
-from services.mlx.plain_blocks import (
-    Unfit,
-    find_kernels,
-    is_plain_block,
-    route_through,
-    with_kernels,
-)
+from services.mlx.patches import Patch, Unfit, install, patches_of, remove_all
 from services.mlx.rope import BranchRope
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
+
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Modules of mlx-lm whose `TransformerBlock` is x + attention(norm(x)), then x + MLP(norm(x))."""
 
 
 class BlockKernels:
@@ -146,6 +144,46 @@ def _read_speeds(rope: Any) -> tuple[int, mx.array]:
     return rope.dims, rope.scale * mx.power(mx.array(rope.base, mx.float32), -powers)
 
 
+def is_plain_block(block: Any) -> bool:
+    """Return True if this module is an unmodified block of one of the families."""
+    parts = (block, getattr(block, "self_attn", None), getattr(block, "mlp", None))
+    homes = {f"mlx_lm.models.{family}" for family in _FAMILIES}
+    modules = {type(part).__module__ for part in parts}
+    names = tuple(type(part).__qualname__ for part in parts)
+    return (
+        names == ("TransformerBlock", "Attention", "MLP") and len(modules) == 1 and modules <= homes
+    )
+
+
+def route_through(block: Any, kernels: BlockKernels) -> Patch:
+    """Route the passes that these kernels take through them; all others stay MLX's."""
+    return Patch(block, with_kernels, {"kernels": kernels})
+
+
+def find_kernels(model: Any) -> list[BlockKernels]:
+    """Return the kernels attached to all blocks of a model; empty if one of them has none."""
+    if not isinstance(model, nn.Module):
+        return []
+    blocks = [block for _, block in model.named_modules() if hasattr(block, "self_attn")]
+    if not all(any(patch.change is with_kernels for patch in patches_of(one)) for one in blocks):
+        return []
+    return [block.kernels for block in blocks]
+
+
+@functools.cache
+def with_kernels(plain: type) -> type:
+    """Derive the class of blocks with kernels."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        kernels: BlockKernels = self.kernels
+        if kernels.takes(x, cache):
+            return kernels.run(x, mask, cache)
+        by_mlx: mx.array = plain.__call__(self, x, mask, cache)
+        return by_mlx
+
+    return type(f"{plain.__name__}WithKernels", (plain,), {"__call__": call})
+
+
 def equip_for_cuda(model: Any) -> Steps[list[KernelProbe]]:
     """Let traces use our kernels where that pays, in a model whose products are joined.
 
@@ -190,13 +228,10 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> Steps[KernelProbe | N
 def can_write_in_place(model: Any) -> bool:
     """Return True if attention to the rows of a pass is known to wait until they are written."""
     kernels = find_kernels(model)
-    return bool(kernels) and all(
-        type(one) is BlockKernels and one.waits_for_rows for one in kernels
-    )
+    return bool(kernels) and all(block.waits_for_rows for block in kernels)
 
 
 def serves_any_length(model: Any) -> bool:
     """Return True if replays over buffers of another size need no new kernels or plans."""
-    kernels = find_kernels(model)
-    kinds = {(one.heads.size, one.weight.dtype) for one in kernels if type(one) is BlockKernels}
+    kinds = {(block.heads.size, block.weight.dtype) for block in find_kernels(model)}
     return bool(kinds) and all(attends_any_length(*kind) for kind in kinds)

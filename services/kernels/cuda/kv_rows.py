@@ -52,7 +52,7 @@ class KVBuffers(NamedTuple):
 
 
 class InPlace:
-    """Rows of a layer's cache in a trace that are written in place.
+    """A layer's cache in a trace, whose rows are written in place if possible.
 
     Args:
         keys: [1, heads, slots, size], like `values`.
@@ -61,10 +61,14 @@ class InPlace:
         owned: True if the trace may write into the buffers in place.
     """
 
+    is_traced = True
+    """Attention over it must be part of the graph."""
+
     def __init__(self, keys: mx.array, values: mx.array, slots: mx.array, *, owned: bool) -> None:
         in_place = owned and writes_in_place(keys, values)
         self.into = KVBuffers(keys, values, slots) if in_place else None
         """The target of in-place writes."""
+        self.keys, self.values, self.slots = keys, values, slots
         self.written: mx.array | None = None
         """Computed once the rows are written."""
         self.pending: mx.array | None = None
@@ -76,6 +80,19 @@ class InPlace:
             return False
         self.pending = self.written = write(self.into, keys, values)
         return True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Store [1, heads, rows, size]; return the whole buffers."""
+        if not self.write_rows(keys, values):
+            slots = self.slots[None, None, :, None]
+            # One launch each; `slice_update` needs two, since only the device knows its start.
+            self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
+            self.values = mx.put_along_axis(self.values, slots, values, axis=2)
+        return self.fetch()
+
+    def fetch(self) -> Any:
+        """Return the whole buffers."""
+        return self.keys, self.values
 
 
 def find_written(layers: Sequence[InPlace]) -> list[mx.array]:

@@ -6,17 +6,16 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from services.kernels.cuda.attention import MOST_SLOTS
 from services.kernels.cuda.kv_rows import InPlace
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 
 _STEPS = (
     (1024, 256), (4096, 512), (8192, 1024), (16384, 2048),
-    (32768, 4096), (65536, 8192), (131072, 16384),
+    (32768, 4096), (65536, 8192), (MOST_SLOTS, 16384),
 )  # fmt: skip
 """(slots, step): up to that many slots, buffer sizes of traces are multiples of the step."""
-MOST_SLOTS = _STEPS[-1][0]
-"""Largest buffer of a trace."""
 
 
 class Shape(NamedTuple):
@@ -107,14 +106,10 @@ class LayerInputs(InPlace):
         owned: as for `InPlace`.
     """
 
-    is_traced = True
-    """Attention over it must be part of the graph."""
-
     def __init__(
         self, keys: mx.array, values: mx.array, rows: PassRows, *, owned: bool = False
     ) -> None:
         super().__init__(keys, values, rows.slots, owned=owned)
-        self.keys, self.values = keys, values
         self._rows = rows
         self.offset, self.positions = rows.offset, rows.positions
 
@@ -124,20 +119,6 @@ class LayerInputs(InPlace):
         """Return the slots each of the `n` tokens attends to, bool [n, slots]."""
         del n, return_array
         return self._rows.make_mask(self.keys.shape[2], window_size)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
-        if self.write_rows(keys, values):
-            return self.fetch()
-        slots = self._rows.slots[None, None, :, None]
-        # One launch each; `slice_update` needs two, since only the device knows its start.
-        self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, slots, values, axis=2)
-        return self.fetch()
-
-    def fetch(self) -> tuple[mx.array, mx.array]:
-        """Return the whole buffers."""
-        return self.keys, self.values
 
 
 def count_to(count: int) -> mx.array:

@@ -23,9 +23,9 @@ from protocol.messages import (
 from services.batching.forward import Batcher, BatchRequest
 from services.batching.packing import supports_packing
 from services.drafter.backends.mlx import MlxBackend
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx import launching
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
 from services.verifier.verifier import Verifier
 from tests.properties import examples

@@ -17,12 +17,11 @@ from services.batching import slot_table
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable
-from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
-from services.kv.cache import KVStore, windows_of
-from services.mlx.loader import load
+from services.kv.cache import KVStore
+from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
-from tests.services.kernels.cuda.host import move_rows
+from tests.services.kernels.cuda.host import attend_gathered, move_rows
 from tests.support.reference import tiny_folder
 
 _wide = pytest.mark.skipif(

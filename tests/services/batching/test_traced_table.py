@@ -9,11 +9,11 @@ import pytest
 
 from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable
-from services.batching.table_cache import attend_gathered
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx import selftest
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
+from tests.services.kernels.cuda.host import attend_gathered
 from tests.support.reference import tiny_folder
 
 pytestmark = pytest.mark.skipif(

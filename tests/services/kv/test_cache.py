@@ -13,8 +13,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
+from services.mlx.loader import windows_of
 from tests.support.reference import reference
 from tests.support.tiny_models import FAMILIES, RECURRENT, SLOTTED, WINDOW
 

@@ -20,9 +20,9 @@ from protocol.messages import (
 )
 from services.batching import chunked_prefill
 from services.drafter.backends.mlx import MlxBackend
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.mlx.loader import LoadedModel, load
+from services.mlx.loader import LoadedModel, load, windows_of
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, SLOTTED

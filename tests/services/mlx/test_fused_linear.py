@@ -8,9 +8,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx.fused_linear import FusedSlice, fuse_linears
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from tests.support.tiny_models import SLOTTED, write_tiny_model
 
 _OUTPUTS = 1024

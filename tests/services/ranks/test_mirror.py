@@ -9,7 +9,8 @@ import pytest
 
 from protocol.errors import BackendLost, ProtocolError
 from services.batching.packing import enable_packing, pack_caches
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
+from services.mlx.loader import windows_of
 from services.ranks.messages import Pass
 from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog, StoreTwins
 from tests.support.reference import Reference, tiny_folder

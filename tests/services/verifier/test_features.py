@@ -23,13 +23,12 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.packing import enable_packing, find_table
-from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
 from services.kernels.cuda.host_rows import SentRows
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
 from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
@@ -39,6 +38,7 @@ from services.verifier.feature_source import FeatureSource
 from services.verifier.prelaunch import Prelauncher
 from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
+from tests.services.kernels.cuda.host import attend_gathered
 from tests.services.verifier.fake_doorbell import FakeDoorbell
 from tests.support.reference import tiny_folder
 

@@ -20,8 +20,8 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.slot_table import SlotTable
-from services.batching.table_cache import attend_gathered
 from services.runtime.work_queue import WorkQueue
+from tests.services.kernels.cuda.host import attend_gathered
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import SLOTTED
 

@@ -14,8 +14,8 @@ import numpy as np
 from protocol.decoding.sampler import sample
 from protocol.messages import Sampling
 from services.kernels.cuda.kernel import LANES, build
+from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx.selftest import is_right
-from services.sampling.rules import write_rules
 
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
@@ -38,7 +38,7 @@ def choose_tokens(rows: mx.array, rules: mx.array) -> mx.array | None:
 
     Args:
         rows: [rows, vocabulary] logits.
-        rules: [rows, WORDS], see `sampling.rules`.
+        rules: [rows, WORDS], see `rules`.
     """
     served = rows.dtype in _TYPES and _works(rows.dtype)
     return launch(rows, rules) if served else None

@@ -6,6 +6,7 @@ would need kernels that compile for several seconds each.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,9 +14,8 @@ import numpy as np
 
 from protocol.messages import Sampling
 from services.kernels.cuda.kernel import LANES, build
+from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx.selftest import is_right
-from services.sampling import candidates
-from services.sampling.rules import write_rules
 
 GREEDY, DRAWN, FILTERED = 0, 1, 2
 """Kinds of rules: without noise, with noise, and with filters that drop candidates."""
@@ -53,19 +53,26 @@ class Wanted(NamedTuple):
     """Kind of the rules."""
 
 
-def guess_tokens(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Guesses | None:
+Host = Callable[[Any, list[int], Any, Sampling, Wanted], tuple[Any, Any]]
+"""(logits, positions, ids, sampling, wanted) -> [rows] tokens and [rows, width] confidences."""
+
+
+def guess_tokens(
+    rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted, host: Host
+) -> Guesses | None:
     """Compute `sampling.device.guess` by the kernel; None where it is not supported.
 
     Args:
         rows: [rows, head] logits.
         ids: [head] int32.
-        rules: [rows, WORDS], see `sampling.rules`.
+        rules: [rows, WORDS], see `rules`.
         wanted: number and kind of guesses; a kind must have been used before it is traced.
+        host: the reference of the self-test.
     """
     width = next((count for count in WIDTHS if count >= wanted.width), 0)
     made = Wanted(width, wanted.kind)
     fits = rows.dtype in _TYPES and width and rows.shape[1] >= CANDIDATES
-    if not fits or not _works(rows.dtype, made):
+    if not fits or not _works(rows.dtype, made, host):
         return None
     best, found = launch(rows, ids, rules, made)
     return best, found[..., : wanted.width] if wanted.width < width else found
@@ -89,7 +96,7 @@ def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Gu
 
 
 @functools.cache
-def _works(dtype: mx.Dtype, wanted: Wanted) -> bool:
+def _works(dtype: mx.Dtype, wanted: Wanted, host: Host) -> bool:
     """Return True if the kernel compiles here, and matches the host."""
     sampling, (count, head) = _TRIAL[wanted.kind], _TRIAL_SHAPE
     random = np.random.default_rng(0)
@@ -99,16 +106,13 @@ def _works(dtype: mx.Dtype, wanted: Wanted) -> bool:
     rows = mx.array(logits.astype(np.float32)).astype(dtype)
     ids, positions = np.arange(head)[::-1] + 7, list(range(count))
     logits = np.array(rows.astype(mx.float32))
-    # Without filters every token is a candidate.
-    width = head if wanted.kind == DRAWN else CANDIDATES
-    top = candidates.perturb(candidates.best_of(logits, width, ids), positions, sampling)
+    tokens, confidences = host(logits, positions, ids, sampling, wanted)
 
     def ours() -> mx.array:
         rules = mx.array(write_rules(positions, sampling))
         best, found = launch(rows, mx.array(ids.astype(np.int32)), rules, wanted)
-        if best.tolist() != top.ids[:, 0].tolist():
+        if best.tolist() != tokens.tolist():
             raise ValueError("its tokens are not the host's")
         return found[1]
 
-    sure = np.array([top.confidences(row, wanted.width) for row in positions])
-    return is_right("guesses of tokens", "guess", lambda: mx.array(sure), ours)
+    return is_right("guesses of tokens", "guess", lambda: mx.array(confidences), ours)

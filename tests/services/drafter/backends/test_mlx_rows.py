@@ -19,11 +19,11 @@ from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx import selftest
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
 from services.sampling.device import guess
-from services.sampling.rules import write_rules
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.services.drafter.backends import test_mlx_trees

@@ -15,8 +15,8 @@ from services.batching.packing import pack_pass, supports_packing, supports_tree
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program
-from services.kv.cache import KVStore, windows_of
-from services.mlx.loader import load
+from services.kv.cache import KVStore
+from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
 from services.runtime.preparation import run_all
 from services.sampling.device import choose

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.batching.table_cache import attend_gathered
 from services.kernels.cuda import attention
 from services.kernels.cuda.attention import (
     _takes,
@@ -26,7 +25,7 @@ from services.kernels.cuda.attention import (
     fit_chunk,
 )
 from services.mlx.tracing.traced_slots import MOST_SLOTS
-from tests.services.kernels.cuda.host import compile_kernel, run_kernel
+from tests.services.kernels.cuda.host import attend_gathered, compile_kernel, run_kernel
 
 Array = npt.NDArray[Any]
 

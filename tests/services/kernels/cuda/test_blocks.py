@@ -13,14 +13,18 @@ import pytest
 
 from protocol.jobs.kernel_report import KernelProbe
 from services.kernels.cuda import blocks, choice, product
-from services.kernels.cuda.blocks import BlockKernels, equip_for_cuda, serves_any_length
+from services.kernels.cuda.blocks import (
+    BlockKernels,
+    equip_for_cuda,
+    route_through,
+    serves_any_length,
+)
 from services.kernels.cuda.choice import in_trace, use_products
 from services.kernels.cuda.rotate import Heads
 from services.mlx import selftest
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.mlx.patches import install as install_patches
-from services.mlx.plain_blocks import route_through
 from services.mlx.rope import allow_branches
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import Steps, run_all

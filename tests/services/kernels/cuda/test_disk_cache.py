@@ -31,7 +31,7 @@ from services.kernels.cuda.disk_cache import (
     write_function,
 )
 from services.kernels.cuda.sampling import best, choose, guess
-from services.sampling.rules import WORDS
+from services.kernels.cuda.sampling.rules import WORDS
 
 BODY = (
     "uint elem = blockIdx.x * blockDim.x + threadIdx.x; out[elem] = x[elem] + T(1) * x_strides[0];"

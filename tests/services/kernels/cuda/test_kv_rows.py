@@ -13,7 +13,7 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing
 from services.kernels.cuda import blocks, kv_rows
-from services.kernels.cuda.blocks import BlockKernels, can_write_in_place
+from services.kernels.cuda.blocks import BlockKernels, can_write_in_place, route_through
 from services.kernels.cuda.choice import in_trace, use_products
 from services.kernels.cuda.kv_rows import (
     InPlace,
@@ -23,11 +23,10 @@ from services.kernels.cuda.kv_rows import (
     writes_in_place,
 )
 from services.kernels.cuda.rotate import Heads
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx.fused_linear import fuse_linears
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from services.mlx.patches import install as install_patches
-from services.mlx.plain_blocks import route_through
 from services.mlx.tracing.traced_forward import TracedForward
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import run_all

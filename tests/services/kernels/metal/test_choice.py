@@ -14,8 +14,8 @@ from services.batching.packing import enable_packing
 from services.kernels.metal import attention, choice, probe, product
 from services.kernels.metal.choice import FewRowsEmbedding, FewRowsLinear, use_kernels
 from services.kernels.metal.probe import choose_rows
-from services.kv.cache import KVStore, windows_of
-from services.mlx.loader import compute_unit
+from services.kv.cache import KVStore
+from services.mlx.loader import compute_unit, windows_of
 from services.runtime.preparation import run_all
 from services.tools import kernel_report
 from tests.services.kernels.metal.host import HostMetal

@@ -12,7 +12,6 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
-from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
 from services.kernels.cuda import kv_rows
 from services.kv.cache import KVStore
@@ -21,7 +20,7 @@ from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.preparation import run_all
 from tests.services.batching.test_slot_table import Line, shared_pass
-from tests.services.kernels.cuda.host import write_rows
+from tests.services.kernels.cuda.host import attend_gathered, write_rows
 from tests.services.mlx.tracing.test_traced_forward import stores_of
 from tests.support.reference import tiny_folder
 

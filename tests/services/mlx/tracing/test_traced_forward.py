@@ -11,9 +11,9 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx import launching, selftest
-from services.mlx.loader import load
+from services.mlx.loader import load, windows_of
 from services.mlx.rope import allow_branches
 from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward

@@ -10,10 +10,10 @@ import pytest
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling import best
 from services.kernels.cuda.sampling.best import WIDTHS, find_best, sort_best
+from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx import selftest
 from services.sampling import device
 from services.sampling.candidates import best_of
-from services.sampling.rules import write_rules
 from tests.services.kernels.cuda.host import compile_kernel, run_kernel
 from tests.services.runtime.steps import at_once
 

@@ -11,8 +11,8 @@ import pytest
 from protocol.decoding import sampler
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling import choose
+from services.kernels.cuda.sampling.rules import write_rules
 from services.sampling import device
-from services.sampling.rules import write_rules
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
 UNDECIDED, BROKEN = -1, -2

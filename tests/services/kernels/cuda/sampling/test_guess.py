@@ -10,8 +10,8 @@ import pytest
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling import guess
 from services.kernels.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, WIDTHS, Wanted
+from services.kernels.cuda.sampling.rules import write_rules
 from services.sampling import device
-from services.sampling.rules import write_rules
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
 SAMPLINGS = {
@@ -107,7 +107,7 @@ def test_some_rows_are_not_for_it(monkeypatch: pytest.MonkeyPatch, head: int, wi
     monkeypatch.setattr(guess, "_works", lambda *_: True)
     ids, rules = mx.arange(head), mx.array(write_rules([0], Sampling()))
     rows, wanted = mx.zeros((1, head)), Wanted(width, GREEDY)
-    assert guess.guess_tokens(rows, ids, rules, wanted) is None
+    assert guess.guess_tokens(rows, ids, rules, wanted, device._guess_on_host) is None
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
