@@ -26,6 +26,8 @@ from protocol.messages import (
     FinishReason,
     FromService,
     Message,
+    Prefilled,
+    PrefillProgress,
     Rejected,
     Role,
     ToOrchestrator,
@@ -128,9 +130,11 @@ class Executor:
                 sequence.recorder.add_dispatch(now, time.monotonic())
         return [action for action in actions if not _is_verify(action)]
 
-    def report_progress(self, request: Request, role: Role, length: int) -> None:
+    def report_progress(
+        self, request: Request, role: Role, message: PrefillProgress | Prefilled
+    ) -> None:
         """Report the target's prefill progress to a client that wants it."""
-        if role == "verifier" and (progress := request.on_prefill_progress(length)) is not None:
+        if role == "verifier" and (progress := request.on_prefill_progress(message)) is not None:
             self._clients.send(request.peer, progress)
 
     # ------------------------------------------------------------ actions

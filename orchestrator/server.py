@@ -210,13 +210,13 @@ class Orchestrator:
     def _on_prefilled(self, role: Role, message: Prefilled) -> None:
         if request := self._requests.running.get(message.sequence):
             self._executor.run(request, request.on_prefilled, message, role, time.monotonic())
-            self._executor.report_progress(request, role, message.length)
+            self._executor.report_progress(request, role, message)
 
     def _on_prefill_progress(self, peer: Peer, message: PrefillProgress) -> None:
         request = self._requests.running.get(message.sequence)
         if request is not None and peer.hello.role == "verifier":
             self._timeouts.start(request, time.monotonic())
-            self._executor.report_progress(request, peer.hello.role, message.length)
+            self._executor.report_progress(request, peer.hello.role, message)
 
     def _on_features(self, peer: Peer, message: Features) -> None:
         """Forward the target's features to the drafter unchanged."""

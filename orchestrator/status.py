@@ -128,7 +128,7 @@ def _describe_request(request: Request, now: float) -> SequenceStatus:
         state=_state_of(request),
         age_s=now - recorder.received_at,
         prompt_tokens=request.prompt_tokens,
-        cached_tokens=request.cached_tokens or 0,
+        cached_tokens=request.cached_tokens,
         computed_tokens=request.computed_tokens,
         tokens=recorder.emitted,
         tok_s=recorder.tok_s,
@@ -141,7 +141,7 @@ def _describe_request(request: Request, now: float) -> SequenceStatus:
 def _state_of(request: Request) -> SequenceState:
     match request.sequence.phase:
         case Phase.VERIFYING:
-            return "verify" if request.cached_tokens is not None else "prefill"
+            return "verify" if request.is_filled else "prefill"
         case Phase.DRAFTING:
             return "draft"
         case Phase.STRANDED | Phase.HELD | Phase.FINISHED:

@@ -326,6 +326,8 @@ class PrefillProgress(Message, frozen=True, tag="prefilling", kw_only=True):
 
     sequence: int
     length: Annotated[int, msgspec.Meta(ge=0)]
+    cached: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of them that were not computed, as in `Prefilled`."""
 
 
 class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
@@ -706,7 +708,7 @@ class Progress(Message, frozen=True, tag="progress", kw_only=True):
     computed: int
     """Tokens computed, or taken from the KV of earlier requests."""
     cached: int = 0
-    """Number of tokens from that KV; known once the whole prompt is computed."""
+    """Number of tokens from that KV."""
 
 
 class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

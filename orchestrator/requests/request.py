@@ -16,6 +16,7 @@ from protocol.messages import (
     FinishReason,
     Hello,
     Prefilled,
+    PrefillProgress,
     Progress,
     Role,
     Text,
@@ -42,8 +43,10 @@ class Request:
     """Identifies the request in the crash journal."""
     most_tokens: int = 0
     """Most tokens that its KV may hold at its end."""
-    cached_tokens: int | None = None
-    """Prompt tokens that the target did not have to compute; None while it computes."""
+    is_filled: bool = False
+    """True once the target has the prompt."""
+    cached_tokens: int = 0
+    """Prompt tokens that the target did not have to compute."""
     computed_tokens: int = 0
     """Prompt tokens that the target has, while it computes."""
     wants_progress: bool = False
@@ -128,9 +131,15 @@ class Request:
         self.sequence.recorder.add_prefill(role, message, now)
         if role == "drafter":
             self.sequence.on_drafter_filled()
-        if role == "verifier" and self.cached_tokens is None:
-            self.cached_tokens = min(message.cached, self.prompt_tokens)
+        if role == "verifier":
+            self._note_cached(message.cached)
+            self.is_filled = True
         return []
+
+    def _note_cached(self, tokens: int) -> None:
+        """Record how much of the prompt was cached; what a restart reuses does not count."""
+        if not self.is_filled:
+            self.cached_tokens = min(tokens, self.prompt_tokens)
 
     # ------------------------------------------------------------ the client
 
@@ -156,16 +165,17 @@ class Request:
             logprobs=self.text.take_logprobs(),
         )
 
-    def on_prefill_progress(self, length: int) -> Progress | None:
+    def on_prefill_progress(self, message: PrefillProgress | Prefilled) -> Progress | None:
         """Handle prefill progress; return the message for a client that wants it."""
-        self.computed_tokens = min(length, self.prompt_tokens)
+        self.computed_tokens = min(message.length, self.prompt_tokens)
+        self._note_cached(message.cached)
         if not self.wants_progress:
             return None
         return Progress(
             request=self.number,
             prompt_tokens=self.prompt_tokens,
             computed=self.computed_tokens,
-            cached=self.cached_tokens or 0,
+            cached=self.cached_tokens,
         )
 
     def last_messages(self, reason: FinishReason, error: str) -> list[Text | Finished]:
@@ -192,7 +202,7 @@ class Request:
             request=self.number,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens or 0,
+            cached_tokens=self.cached_tokens,
             statistics=recorder.summarise(),
             histograms=recorder.histograms(),
             error=error,

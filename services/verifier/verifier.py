@@ -257,7 +257,8 @@ class Verifier:
         self, number: int, sequence: TargetSequence, tokens: Tokens
     ) -> Generator[PrefillProgress | None]:
         """Compute these tokens in pieces, reporting progress from time to time."""
-        reported, reported_at = sequence.length, time.perf_counter()
+        cached = reported = sequence.length
+        reported_at = time.perf_counter()
         if self._external is not None:
             yield from self._external.fill(sequence.state, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(number, sequence, tokens, lambda: not self._sequences)
@@ -268,7 +269,7 @@ class Verifier:
                 is_due = now - reported_at >= _PROGRESS_S
                 if is_due and reported < sequence.length < len(tokens):
                     reported, reported_at = sequence.length, now
-                    yield PrefillProgress(sequence=number, length=sequence.length)
+                    yield PrefillProgress(sequence=number, length=reported, cached=cached)
                 yield None
                 self.spare_cores.begin_pass(drafter_idle=True)
 

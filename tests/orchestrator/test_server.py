@@ -671,10 +671,12 @@ def test_progress_of_a_prompt_is_passed_on(house: House) -> None:
     [opened] = house.told(b"v", OpenSequence)
     house.service(b"d", PrefillProgress(sequence=opened.sequence, length=1))
     assert house.told(b"c", Progress) == []
-    house.service(b"v", PrefillProgress(sequence=opened.sequence, length=2))
-    assert house.told(b"c", Progress) == [Progress(request=1, prompt_tokens=3, computed=2)]
+    house.service(b"v", PrefillProgress(sequence=opened.sequence, length=2, cached=1))
+    progress = Progress(request=1, prompt_tokens=3, computed=2, cached=1)
+    assert house.told(b"c", Progress) == [progress]
     house.client(StatusRequest())
-    assert house.told(b"c", Status)[-1].sequences[0].computed_tokens == 2
+    [status] = house.told(b"c", Status)[-1].sequences
+    assert (status.state, status.computed_tokens, status.cached_tokens) == ("prefill", 2, 1)
 
 
 def test_progress_is_for_those_who_asked(house: House) -> None:

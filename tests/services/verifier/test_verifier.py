@@ -362,5 +362,10 @@ def test_a_long_prompt_is_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
     # On CUDA chunks that nobody waits behind are longer.
     assert reports == ([6, 9] if mx.cuda.is_available() else [3, 6, 9])
     assert isinstance(answers[-1], Prefilled)
+    longer = OpenSequence(sequence=next(NUMBERS), tokens=[7] * 20, sampling=Sampling())
+    continued = [
+        answer for answer in verifier.handle(longer) if isinstance(answer, PrefillProgress)
+    ]
+    assert {answer.cached for answer in continued} == {10}
     short = OpenSequence(sequence=next(NUMBERS), tokens=[8] * 3, sampling=Sampling())
     assert [type(answer) for answer in verifier.handle(short) if answer is not None] == [Prefilled]
