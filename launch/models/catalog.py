@@ -11,14 +11,13 @@ import msgspec
 from launch.models.default_pair import DEFAULT, default_target, require_default
 from launch.models.gguf_models import (
     OLLAMA,
-    conversions_dir,
     convert_once,
     find_named,
     is_gguf,
     list_ggufs,
 )
 from launch.models.weights import Weights, weights_of
-from launch.settings.paths import cache_dir
+from launch.settings.paths import cache_dir, conversions_dir
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError, UsageError

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.settings.paths import cache_dir, ollama_dirs
+from launch.settings.paths import conversions_dir, ollama_dirs
 from launch.stack.child import Lifeline
 from launch.terminal import console
 from launch.workers.worker import run_module
@@ -56,8 +56,9 @@ def convert_once(source: Path) -> Path:
     folder = conversions_dir() / _fingerprint(source)
     if not (folder / "model.safetensors").is_file():
         check_space(folder.parent, round(_CONVERTED_SIZE * source.stat().st_size))
-        console.note(f"converting {source.name}, once; it is kept in {folder.parent}")
-        convert(source, folder)
+        with console.stderr().status(f"converting {source.name}"):
+            convert(source, folder)
+        console.note(f"converted {source.name}, once; it is kept in {folder.parent}")
     return folder
 
 
@@ -112,11 +113,6 @@ def describe_inexact(inexact: InexactWeights) -> str:
     return (
         f"{len(inexact.layers)} tensors of {inexact.type}, off by up to {size}: {'; '.join(parts)}"
     )
-
-
-def conversions_dir() -> Path:
-    """Return the folder of converted files, which are named by their content."""
-    return cache_dir() / "gguf"
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -182,7 +178,7 @@ def _lm_studio() -> Iterator[Found]:
     for base in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
         for path in sorted(base.glob("*/*/*.gguf")):
             # Image projectors are not models.
-            if not path.name.startswith("mmproj"):
+            if path.is_file() and not path.name.startswith("mmproj"):
                 yield Found(f"{LM_STUDIO}{path.relative_to(base)}", path)
 
 

@@ -17,6 +17,11 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
 
 
+def conversions_dir() -> Path:
+    """Return the folder of converted GGUF files, which are named by their content."""
+    return cache_dir() / "gguf"
+
+
 def keys_dir() -> Path:
     """Return the folder of our and the trusted keys: SSD_KEYS_DIR, or ~/.config/ssd/keys."""
     chosen = os.environ.get("SSD_KEYS_DIR")

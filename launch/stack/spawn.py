@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from launch.models.coreml_models import require_converted
+from launch.models.names import name_of_folder
 from launch.models.pair import Pair
 from launch.settings.machine import computes_on_cpu, has_cuda, share_cores
 from launch.settings.settings import StackSettings
@@ -181,7 +182,7 @@ def preset_sampling(settings: StackSettings, pair: Pair | None = None) -> Sampli
 
 def name_model(settings: StackSettings, pair: Pair, run_dir: RunDir) -> GatewayModel:
     """Return the model of a stack, as its gateway offers it."""
-    called = [Path(pair.model).name, settings.model, pair.model, "default", "default_model"]
+    called = [name_of_folder(pair.model), settings.model, pair.model, "default", "default_model"]
     return GatewayModel(
         names=[name for name in dict.fromkeys(called) if name],
         clients_address=run_dir.clients_address,

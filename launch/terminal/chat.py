@@ -3,10 +3,10 @@
 import contextlib
 from collections.abc import Callable
 from itertools import zip_longest
-from pathlib import Path
 
 import msgspec
 
+from launch.models.names import name_of_folder
 from launch.signals import Terminated
 from launch.terminal import console
 from launch.terminal.generate import stream_with_progress
@@ -146,11 +146,12 @@ class Chat:
 
 def describe_models(status: Status) -> str:
     """Describe the answering model and its drafter."""
-    text = Path(status.model).name
+    text = name_of_folder(status.model)
     drafter = status.drafter
     if drafter is None:
         return f"{text}, {'with prompt lookup' if status.lookup_only else 'without a drafter'}"
-    return f"{text}, drafted by {Path(drafter.model).name or drafter.backend} ({drafter.backend})"
+    name = name_of_folder(drafter.model) or drafter.backend
+    return f"{text}, drafted by {name} ({drafter.backend})"
 
 
 def _unless_terminated(interrupt: KeyboardInterrupt) -> None:

@@ -10,6 +10,7 @@ from rich.progress import Progress as ProgressBar
 from rich.status import Status
 from rich.text import Text as RichText
 
+from launch.models.names import name_of_folder
 from protocol.messages import ProcessStatus, Progress
 
 STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan", "branch": "magenta"}
@@ -54,7 +55,7 @@ class _Lines(Console):
 
 def process_line(status: ProcessStatus) -> None:
     """Print one line per process and change: role, pid, backend, device, model, state."""
-    model = status.model.rstrip("/").rsplit("/", 1)[-1]
+    model = name_of_folder(status.model)
     fields = (
         status.role,
         str(status.pid),

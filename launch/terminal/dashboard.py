@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from launch.models.names import name_of_folder
 from launch.stack.snapshot import ProcessFigures, StackSnapshot
 from launch.terminal.statistics import describe_age
 from protocol.messages import (
@@ -44,7 +45,7 @@ def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> Rendera
 
 
 def _head(snapshot: StackSnapshot, hint: str) -> RenderableType:
-    model = _last(snapshot.status.model) if snapshot.status else "?"
+    model = name_of_folder(snapshot.status.model) if snapshot.status else "?"
     if snapshot.models:
         model = f"{len(snapshot.models)} models"
     return Text.assemble(
@@ -72,7 +73,7 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
             f"{p.cpu_percent:.0f} %",
             format_duration(p.uptime_s),
             where or "-",
-            _last(p.model) or "-",
+            name_of_folder(p.model) or "-",
         )
     return Panel(table, title="processes", title_align="left", border_style="dim")
 
@@ -235,7 +236,3 @@ def format_duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} m {seconds % 60:02.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} m"
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]

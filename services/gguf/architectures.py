@@ -57,6 +57,10 @@ _TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """Tensors that config.json says in other words."""
 
 
+_PARTS = {"adapter": "an adapter", "mmproj": "the projector of another model"}
+"""Types of files that are no models."""
+
+
 class Family(NamedTuple):
     """How one architecture of GGUF becomes one of mlx-lm."""
 
@@ -80,6 +84,11 @@ def family_of(file: GGUFFile) -> Family:
             "`llama-gguf-split --merge` does"
         )
     kind = file.architecture
+    part = _PARTS.get(str(file.value("general.type", "")), "")
+    if file.value(f"{kind}.pooling_type", 0):
+        part = "a model of embeddings"
+    if part:
+        raise ModelError(f"{str(file.path)!r} is {part}, which writes no text")
     if kind == "llama" and file.value("llama.expert_count", 0):
         kind = "mixtral"
     if kind not in _FAMILIES:

@@ -165,4 +165,5 @@ def _check_magic(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"cannot read {str(path)!r}: {error}") from error
     if start != _MAGIC:
-        raise ModelError(f"{str(path)!r} is not a GGUF file: it begins with {start!r}")
+        reason = f"begins with {start!r}" if start else "is empty"
+        raise ModelError(f"{str(path)!r} is not a GGUF file: it {reason}")

@@ -19,6 +19,7 @@ from launch.models import gguf_models, registry
 from launch.models.catalog import find_model, list_models
 from launch.models.gguf_models import list_ggufs
 from launch.models.hub import resolve
+from launch.models.names import name_of_folder
 from launch.models.registry import RegistryModel, add_from_registry, read_registry
 from launch.workers.worker import module_command
 from protocol.decoding.vocabulary import read_vocabulary
@@ -63,6 +64,8 @@ def test_a_file_is_converted_once_and_named(home: Path) -> None:
     file = home / "tiny.gguf"
     write_gguf(file, tiny_folder("llama"))
     folder = resolve(str(file))
+    assert name_of_folder(str(folder)) == "tiny.gguf"
+    assert name_of_folder(str(tiny_folder("llama"))) == tiny_folder("llama").name
     weights = folder / "model.safetensors"
     written = weights.stat().st_mtime_ns
     other = home / "copy.gguf"

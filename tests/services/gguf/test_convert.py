@@ -226,6 +226,8 @@ def test_sentence_pieces_are_merged_by_their_scores(make: Make) -> None:
 REFUSED = {
     "architecture 'mamba'": {"general.architecture": "mamba"},
     "one of 3 parts": {"split.count": 3},
+    "is a model of embeddings": {"llama.pooling_type": 3},
+    "is an adapter": {"general.type": "adapter"},
     "lacks the metadata 'llama.block_count'": {"llama.block_count": None},
     "lacks the metadata 'tokenizer.ggml.tokens'": {"tokenizer.ggml.tokens": None},
     "lacks the metadata 'tokenizer.ggml.merges'": {"tokenizer.ggml.merges": None},
