@@ -231,6 +231,8 @@ def _version_of(pip: list[str]) -> tuple[int, int]:
 
 def _reason(output: str) -> str:
     """Return pip's last error, without the warnings about its index."""
+    if "connection broken by" in output:
+        return "the package index cannot be reached"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["no reason given"])[-1].removeprefix("ERROR: ")
