@@ -12,12 +12,11 @@ from rich.text import Text
 
 from launch.models.catalog import Fit, Model, add_folder, find_model, list_models, pairs, remove
 from launch.models.default_pair import DEFAULT, add_default
+from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.gguf_models import (
     convert_once,
-    describe_inexact,
     find_named,
     is_gguf,
-    read_deviations,
 )
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend

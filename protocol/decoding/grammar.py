@@ -115,8 +115,6 @@ class Grammar:
         """Consume a token; return False, unchanged, if it is not allowed here.
 
         Raises:
-
-        Raises:
             ProtocolError: the grammar exceeds a limit here (so do the other methods).
         """
         with _catch_panics(ProtocolError):

@@ -93,8 +93,6 @@ def pin_to_cores(cores: list[int]) -> None:
 def raise_descriptor_limit() -> int:
     """Raise the limit of file descriptors as far as the system allows, within reason.
 
-    Returns the new limit.
-
     Returns:
         The new limit.
     """

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from launch.cli import cli
 from launch.models.catalog import Model, pairs
-from launch.models.gguf_models import describe_inexact, read_deviations
+from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.hub import resolve
 from launch.models.recommendation import PURPOSES, read_pairs, recommend, tokens_per_round
 from protocol.errors import ModelError, UsageError
