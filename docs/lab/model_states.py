@@ -38,12 +38,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import MODELS, build
 
+from protocol.decoding.token_tree import read_tree
+from services.batching.forward import Batcher
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.slots import round_to_bucket
 from services.kv.state import SequenceState
 from services.mlx.loader import windows_of
-from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.target_model import TargetModel, prepare
 
 _PROMPT = 128
@@ -136,16 +137,15 @@ def run_round(model: Any, state: SequenceState, length: int, keep: int) -> None:
 
 def run_ahead(model: Any, state: SequenceState) -> Callable[[], None]:
     """A turn of plain decoding as the verifier runs it where passes begin ahead."""
-    choice = mx.ones((1,), mx.int32)
+    batcher, choice = Batcher(model, 0), mx.ones((1,), mx.int32)
 
     def turn() -> None:
         nonlocal choice
-        step = PipelinedStep(model, state, choice)
-        logits = step.take_up([int(choice.item())])
-        if logits is None:
+        [step] = batcher.follow(choice, [state], [0])
+        if not step.fill(read_tree([int(choice.item())], [])):
             raise RuntimeError("a pass was over another token")
         state.commit(state.length)
-        choice = mx.argmax(logits, axis=-1)
+        choice = mx.argmax(step.logits, axis=-1)
 
     return turn
 

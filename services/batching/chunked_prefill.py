@@ -202,25 +202,25 @@ class ChunkedPrefill:
                 yield  # let another prompt run
                 continue
             chunk = tokens[state.length : state.length + size]
-            request = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
+            handle = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
             try:
                 yield
                 self._batcher.most_rows = size if self._shares else 0
-                began, own = time.perf_counter(), request.logits is None
-                _, by = self._batcher.result(request)
+                began, own = time.perf_counter(), handle.logits is None
+                self._batcher.result(handle)
                 state.commit(state.length)
                 # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()
                 if self._reader is not None:
-                    self._reader.log(sequence, len(sequence.tokens), request.features)
+                    self._reader.log(sequence, len(sequence.tokens), handle.features)
             finally:
-                self._batcher.withdraw(request)
+                handle.cancel()
             self._order.on_chunk(number, len(chunk), time.perf_counter() - began)
             sequence.tokens += chunk
             if state.needs_checkpoints and self._checkpoints:
                 state.checkpoint(ends_turn=chunk[-1] in self._end_ids)
             if own:
-                self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
+                self._chunk_sizer.observe(handle.timing.rows, time.perf_counter() - began)
             yield
 
     def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:

@@ -1,28 +1,24 @@
 """Forward passes shared by waiting sequences: the first to need its result runs it for all."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
-from protocol.messages import Sampling, Tokens
+from protocol.messages import Tokens
 from services.batching.packing import batches_recurrences, pack_pass
 from services.batching.pass_memory import PassMemory
 from services.batching.slot_table import SlotTable
+from services.engine.pass_handle import AheadPass, JointChoice, PassTiming, SubmittedPass
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
-from services.mlx.launching import compute_in_pieces, launch_in_pieces
+from services.mlx.launching import compute_in_pieces, launch, launch_in_pieces
 from services.mlx.loader import compute_unit
-from services.sampling import device
 
 _log = logging.getLogger(__name__)
 
@@ -30,73 +26,6 @@ _log = logging.getLogger(__name__)
 def most_rows() -> int:
     """Return the most tokens of a shared pass."""
     return 16 if compute_unit() == "cpu" else 64
-
-
-@dataclass
-class ForwardPass:
-    """One forward pass over the tokens of one or several sequences."""
-
-    rows: int
-    sequences: int
-    started: float = field(default_factory=time.perf_counter)
-    waited: float = 0.0
-    """Seconds that the model was idle before, for statistics."""
-    ended: float = 0.0
-    """Time of its first result, for statistics."""
-    logits: mx.array | None = None
-    """[rows, vocabulary] of a shared pass, until the argmax tokens are chosen."""
-    features: ReadRows | None = None
-    """[rows or more, width] of the states read from the model, lazy."""
-    _choice: mx.array | None = None
-    _best: npt.NDArray[np.int32] | None = None
-
-    def choose(self) -> mx.array:
-        """Return the argmax token after each row, lazy, negative if a logit is NaN."""
-        if self._choice is None:
-            if self.logits is None:
-                raise RuntimeError("a pass of one sequence has no shared choice of tokens")
-            self._choice = device.begin(self.logits, [], Sampling())
-        return self._choice
-
-    def best(self, rows: slice) -> npt.NDArray[np.int32]:
-        """Return the tokens that `choose` picked for these rows.
-
-        All rows are fetched at once: a separate transfer per sequence would cost a launch and a
-        wait.
-        """
-        chosen: Any = self._best
-        if chosen is None:
-            chosen = np.array(self.choose())
-            self._best, self.logits = chosen, None
-        own: npt.NDArray[np.int32] = chosen[rows]
-        return own
-
-
-@dataclass(eq=False)
-class BatchRequest:
-    """Tokens of one sequence that are to go through the model."""
-
-    tokens: Tokens
-    state: SequenceState
-    begin: Callable[[], Tokens]
-    """Begins the pass on the state, right before it runs; returns the tokens fed before these."""
-    inputs: Callable[[], mx.array] | None = None
-    """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
-    logits: mx.array | None = None
-    """[tokens, head], lazy."""
-    row: int = 0
-    """The first of these in its pass."""
-    features: ReadRows | None = None
-    """[tokens, width] of the states read from the model, lazy."""
-    best: Callable[[], npt.NDArray[np.int32]] | None = None
-    """The argmax tokens, where they are computed for all sequences of a pass at once."""
-    by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
-    error: Exception | None = None
-
-    @property
-    def is_computed(self) -> bool:
-        """True if its pass has run or failed."""
-        return self.logits is not None or self.error is not None
 
 
 class TracedPass(Protocol):
@@ -147,7 +76,7 @@ class Batcher:
         self._read = read
         self.traced = traced
         self.most_rows = most_rows
-        self._waiting: list[BatchRequest] = []
+        self._waiting: list[SubmittedPass] = []
 
     def submit(
         self,
@@ -155,116 +84,161 @@ class Batcher:
         state: SequenceState,
         begin: Callable[[], Tokens],
         inputs: Callable[[], mx.array] | None = None,
-    ) -> BatchRequest:
+    ) -> SubmittedPass:
         """Queue a sequence's tokens; nothing runs yet."""
-        request = BatchRequest(tokens, state, begin, inputs)
-        self._waiting.append(request)
-        return request
+        handle = SubmittedPass(
+            state=state, new=tokens, begin=begin, inputs=inputs, queue=self._waiting
+        )
+        self._waiting.append(handle)
+        return handle
 
-    def withdraw(self, asked: BatchRequest) -> None:
-        """Drop a request; no effect if it has been computed."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-
-    def result(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
-        """Return a request's logits and pass; run it with all waiting ones if necessary.
+    def result(self, handle: SubmittedPass) -> mx.array:
+        """Return the logits of a pass; run it with all waiting ones if necessary.
 
         Raises any error of the model for these tokens.
         """
-        if not asked.is_computed:
-            self._run(self._with_company(asked))
-        if asked.error is not None:
-            raise asked.error
-        if asked.logits is None:
-            raise RuntimeError("a pass has lost one of its sequences")
-        return asked.logits, asked.by
+        if not handle.is_computed:
+            self._run(self._with_company(handle))
+        if handle.error is not None:
+            raise handle.error
+        logits: mx.array = handle.logits
+        return logits
 
     @property
     def has_waiting(self) -> bool:
-        """True if a submitted request is not computed yet."""
+        """True if a submitted pass has not run yet."""
         return bool(self._waiting)
 
-    def begin(
-        self, tokens: mx.array, states: Sequence[SequenceState], under_way: Sequence[int]
-    ) -> tuple[mx.array, ForwardPass]:
-        """Build a pass over one token of each sequence, after others that are running.
+    def follow(
+        self, choice: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
+    ) -> list[AheadPass]:
+        """Start a pass over the tokens chosen after a running one, before they have been read.
 
         Args:
-            tokens: [sequences], lazy.
-            states: without the tokens of running passes; they end with all of them.
-            under_way: number of such tokens of each.
-        """
-        if self._memory is not None:
-            self._memory.check(
-                [(state, 1 + own) for state, own in zip(states, under_way, strict=True)]
-            )
-        for state, own in zip(states, under_way, strict=True):
-            state.append(own)
-            state.append(1)
-        now = ForwardPass(len(states), len(states))
-        now.logits, now.features = self._build(tokens[None], list(states), {}, ahead=True)
-        return now.logits, now
-
-    def begin_alone(
-        self, token: mx.array, state: SequenceState
-    ) -> tuple[mx.array, ReadRows | None]:
-        """Build a pass over one token of a sequence, the state's current frame.
+            choice: [sequences] of `device.begin`; the pass is of no use to a sequence without a
+                token.
+            states: without the tokens of this pass, also afterwards; several are of slots, which
+                may be anywhere in it.
+            missing: number of tokens of the running pass that each lacks, too.
 
         Returns:
-            [1, head] logits and [1, width] features, None if nothing is read; both lazy.
+            A handle per sequence; none if a shared pass fails, which it will again when submitted.
         """
-        return self._build(token[None], [state], {}, ahead=True)
+        token = mx.maximum(choice, 0)
+        # Before the pass is built, so that reading them does not wait for later work.
+        launch(choice, token)
+        if len(states) == 1:
+            return [self._follow_alone(token, states[0])]
+        return self._follow_shared(token, states, missing)
 
-    def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
-        self.withdraw(asked)
-        chosen, rows = [asked], len(asked.tokens)
+    def _follow_alone(self, token: mx.array, state: SequenceState) -> AheadPass:
+        length = state.length
+        state.append(1)
+        try:
+            logits, features = self._build(token[None], [state], {}, ahead=True)
+        except BaseException:
+            state.commit(length)
+            raise
+        suspended = state.suspend()
+        launch(logits)
+        return AheadPass(
+            state=state,
+            timing=PassTiming(1, 1),
+            logits=logits,
+            features=features,
+            read=_reader(token),
+            resume=partial(state.resume, suspended),
+        )
+
+    def _follow_shared(
+        self, token: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
+    ) -> list[AheadPass]:
+        lengths = [state.length for state in states]
+        try:
+            if self._memory is not None:
+                counts = (1 + count for count in missing)
+                self._memory.check(list(zip(states, counts, strict=True)))
+            for state, count in zip(states, missing, strict=True):
+                state.append(count)
+                state.append(1)
+            timing = PassTiming(len(states), len(states))
+            logits, features = self._build(token[None], list(states), {}, ahead=True)
+            joint = JointChoice(logits)
+            tokens = joint.lazy
+        # An error occurs again, and is reported, when the pass is submitted.
+        except Exception as error:  # noqa: BLE001
+            _log.info("no pass of %d sequences begins ahead: %s", len(states), error)
+            return []
+        finally:
+            for state, length in zip(states, lengths, strict=True):
+                state.commit(length)
+        read = _reader(token)
+        handles = [
+            AheadPass(
+                state=state,
+                timing=timing,
+                row=row,
+                logits=logits[row : row + 1],
+                features=None if features is None else features[row : row + 1],
+                joint=joint,
+                read=read,
+                resume=partial(state.append, 1),
+            )
+            for row, state in enumerate(states)
+        ]
+        launch(tokens)
+        return handles
+
+    def _with_company(self, first: SubmittedPass) -> list[SubmittedPass]:
+        first.cancel()
+        chosen, rows = [first], len(first.new)
         for other in list(self._waiting):
-            rows += len(other.tokens)
+            rows += len(other.new)
             if rows > self.most_rows:
                 break
             chosen.append(other)
-            self._waiting.remove(other)
+            other.cancel()
         return chosen
 
-    def _run(self, asks: list[BatchRequest]) -> None:
-        lengths = [request.state.length for request in asks]
+    def _run(self, handles: list[SubmittedPass]) -> None:
+        lengths = [handle.state.length for handle in handles]
         try:
-            self._forward(asks)
+            self._forward(handles)
         # A sequence that the model cannot take must not fail the others.
         except Exception as error:  # noqa: BLE001
             if self.table is not None:
                 self.table.give_up_pass()
-            for request, length in zip(asks, lengths, strict=True):
-                if request.state.length > length:
-                    request.state.commit(length)
-            if len(asks) == 1:
-                asks[0].error = error
+            for handle, length in zip(handles, lengths, strict=True):
+                if handle.state.length > length:
+                    handle.state.commit(length)
+            if len(handles) == 1:
+                handles[0].error = error
                 return
-            _log.exception("a pass of %d sequences failed; now one by one", len(asks))
-            for request in asks:
-                self._run([request])
+            _log.exception("a pass of %d sequences failed; now one by one", len(handles))
+            for handle in handles:
+                self._run([handle])
 
-    def _forward(self, asks: list[BatchRequest]) -> None:
+    def _forward(self, handles: list[SubmittedPass]) -> None:
         if self._memory is not None:
-            self._memory.check([(request.state, len(request.tokens)) for request in asks])
+            self._memory.check([(handle.state, len(handle.new)) for handle in handles])
         row: Tokens = []
         ends = []
         inputs = []
-        for request in asks:
-            row += [*request.begin(), *request.tokens]
+        for handle in handles:
+            row += [*handle.begin(), *handle.new]
             ends.append(len(row))
-            if request.inputs is not None:
-                inputs.append(request.inputs())
-        now = ForwardPass(len(row), len(asks))
-        states = [request.state for request in asks]
+            if handle.inputs is not None:
+                inputs.append(handle.inputs())
+        timing = PassTiming(len(row), len(handles))
+        states = [handle.state for handle in handles]
         extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
-        logits, now.features = self._build(mx.array(row)[None], states, extra)
-        for request, end in zip(asks, ends, strict=True):
-            rows = slice(end - len(request.tokens), end)
-            request.logits, request.by, request.row = logits[rows], now, rows.start
-            if len(asks) > 1:
-                now.logits, request.best = logits, partial(now.best, rows)
-            request.features = None if now.features is None else now.features[rows]
+        logits, features = self._build(mx.array(row)[None], states, extra)
+        joint = JointChoice(logits) if len(handles) > 1 else None
+        for handle, end in zip(handles, ends, strict=True):
+            rows = slice(end - len(handle.new), end)
+            handle.logits, handle.timing, handle.row = logits[rows], timing, rows.start
+            handle.joint = joint
+            handle.features = None if features is None else features[rows]
 
     def _build(
         self,
@@ -332,3 +306,9 @@ class Batcher:
         else:
             suits = len(stores) > 1 or self.table.is_shared_by(stores[0])
         return self.table.run(self._model, row, stores) if suits else None
+
+
+def _reader(token: mx.array) -> Callable[[], list[int]]:
+    """Return a function that reads [count] tokens, once."""
+    tolist: Any = token.tolist
+    return cache(tolist)

@@ -164,3 +164,11 @@ class SequenceState(Protocol):
             ValueError: the layers differ in number, or hold more than keys and values.
         """
         ...
+
+
+def begin_pass(state: SequenceState, tree: TokenTree) -> None:
+    """Begin a pass over the tokens of a tree, which need not branch."""
+    if tree.is_chain:
+        state.append(len(tree))
+    else:
+        state.append_tree(tree)

@@ -1,6 +1,5 @@
 """Acceptance of a tree of drafts: logits in; the accepted path and the bonus token out."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, VerificationOutcome, Verify
-from services.batching.forward import ForwardPass
+from services.engine.pass_handle import Ids, PassTiming
 from services.mlx.loader import compute_unit
 from services.sampling import device
 
@@ -93,23 +92,14 @@ class AcceptanceRule:
             compute_unit() == "cpu" or uses_rejection(self._sampling)
         )
 
-    def begin(
-        self,
-        logits: mx.array,
-        message: Verify,
-        tree: TokenTree,
-        best: Callable[[], npt.NDArray[np.int32]] | None = None,
-    ) -> mx.array | npt.NDArray[np.int32] | None:
-        """Return the target's own choice after each row, [rows], possibly lazy.
+    def begin(self, logits: mx.array, message: Verify, tree: TokenTree) -> mx.array | None:
+        """Return the target's own choice after each row, [rows], lazy.
 
         Returns None if the rows must be processed on the host. For the arguments see `accept` and
-        `device.begin`; `best` holds the argmax tokens if they are computed for several sequences at
-        once.
+        `device.begin`.
         """
         if not self.is_on_device:
             return None
-        if best is not None and self.is_likeliest:
-            return best()
         return device.begin(logits, _positions(message, tree), self._sampling)
 
     def accept(
@@ -117,7 +107,7 @@ class AcceptanceRule:
         logits: mx.array,
         message: Verify,
         tree: TokenTree,
-        begun: mx.array | npt.NDArray[np.int32] | None,
+        tokens: Ids | None,
     ) -> AcceptanceResult:
         """Return the accepted rows of the tree, and the bonus token.
 
@@ -125,13 +115,13 @@ class AcceptanceRule:
             logits: [rows, vocabulary], possibly lazy.
             message: the request.
             tree: the part that is verified; it follows the tokens accepted so far.
-            begun: result of `begin` for them.
+            tokens: result of `begin` for them, on the host.
 
         Raises:
             RuntimeFailure: a logit is NaN.
         """
-        if begun is not None:
-            chosen = device.finish(begun, logits, _positions(message, tree), self._sampling)
+        if tokens is not None:
+            chosen = device.finish(tokens, logits, _positions(message, tree), self._sampling)
             accepted = tree.walk(chosen)
             return AcceptanceResult(accepted, chosen[accepted[-1]], [])
         device.check_finite(logits)
@@ -203,7 +193,7 @@ def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
 
 
 def describe_outcome(
-    message: Verify, judged: AcceptanceResult, by: ForwardPass, node: int | None
+    message: Verify, judged: AcceptanceResult, timing: PassTiming, node: int | None
 ) -> VerificationOutcome:
     """Describe the outcome of a message in this pass.
 
@@ -218,9 +208,9 @@ def describe_outcome(
         goes_on=message.granted > 0 and judged.bonus not in message.stop_ids,
         node=node,
         logprobs=judged.logprobs,
-        verify_ms=1e3 * (by.ended - by.started),
-        at_ns=round(1e9 * by.ended),  # perf_counter and monotonic are one clock here
-        idle_ms=1e3 * by.waited,
-        sequences=by.sequences,
-        rows=by.rows,
+        verify_ms=1e3 * (timing.ended - timing.started),
+        at_ns=round(1e9 * timing.ended),  # perf_counter and monotonic are one clock here
+        idle_ms=1e3 * timing.waited,
+        sequences=timing.sequences,
+        rows=timing.rows,
     )

@@ -10,18 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify
-from services.batching.forward import ForwardPass
+from protocol.messages import Extend, PassTimes, Revoke, Verify
+from services.engine.pass_handle import Ids, PassHandle, ReservedPass
 from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.tracing.prelaunch_trial import find_doorbell
-from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
+from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps
 from services.verifier.target_model import TargetModel
@@ -43,8 +41,6 @@ _ASSUMED_MOVED, _SMOOTHING = 0.12, 1 / 16
 _MOST_MISSED = 5
 """Passes that may be rung too late, in addition to one in a hundred, before prelaunching stops."""
 
-Choices = mx.array | npt.NDArray[np.int32]
-
 
 def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
     """Return the number of rows for a pass whose tree is not known yet.
@@ -64,48 +60,6 @@ def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
     return min(sizes, key=cost)
 
 
-class PrelaunchedPass:
-    """A pass of one sequence that waits for its tokens on the device.
-
-    Args:
-        begun: the pass.
-        bell: its doorbell.
-        state: of the sequence.
-        features: states read from the model, if any.
-    """
-
-    row, best = 0, None
-
-    def __init__(
-        self, begun: Prelaunched, bell: Doorbell, state: KVStore, features: ReadRows | None
-    ) -> None:
-        self._begun, self._bell, self._state = begun, bell, state
-        self.features = features
-        self.by, self.logits = ForwardPass(0, 0), begun.logits
-
-    def fits(self, state: SequenceState, tree: TokenTree) -> bool:
-        """Return True if it can be the pass over this tree."""
-        rows = self.logits.shape[0]
-        room = self._begun.slots - self._state.length
-        return state is self._state and len(tree) <= rows <= room
-
-    def take_up(self, tree: TokenTree) -> None:
-        """Adopt it as the pass over this tree, which the state holds."""
-        self._state.written = self._begun.written
-        self._bell.ring(self._begun.late, tree, self._state.frame.start)
-        self.by = ForwardPass(len(tree), 1)
-        self.logits = self.logits[: len(tree)]
-
-    def call_off(self) -> None:
-        """Cancel it."""
-        self._bell.call_off(self._begun.late)
-
-    @property
-    def is_missed(self) -> bool:
-        """True if it had timed out when rung, so that its logits are invalid; waits."""
-        return not self._begun.late.rung.item()
-
-
 class Prelauncher:
     """Keeps a pass waiting on the device for the only open sequence.
 
@@ -122,9 +76,7 @@ class Prelauncher:
         send: Callable[[mx.array], ReadRows] = lambda rows: rows,
     ) -> None:
         self._traced, self._bell, self._send = traced, bell, send
-        self._waiting: PrelaunchedPass | None = None
-        self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
-        """Reads the choices of the current pass, after which one waits."""
+        self._waiting: ReservedPass | None = None
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
         sizes = TREE_ROWS if traced is None else traced.tree_rows
@@ -145,17 +97,18 @@ class Prelauncher:
         if not (isinstance(message, Verify) and message.sequence == self._number):
             self.call_off()
 
-    def launch(
-        self, begun: mx.array, message: Verify, state: SequenceState, tree: TokenTree
-    ) -> None:
+    def launch(self, current: PassHandle, message: Verify, tree: TokenTree) -> None:
         """Launch the pass after this one, if a request for it is likely.
 
         Args:
-            begun: all requested results of this one, lazy.
+            current: a pass with its choice, all requested results of which are lazy; its state
+                holds the tree.
             message: its request.
-            state: of the sequence, with the tree.
             tree: of this pass.
         """
+        choice, state = current.choice, current.state
+        if not isinstance(choice, mx.array) or isinstance(current.features, mx.array):
+            return  # the host chooses, or has to fetch what is read of the target
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
@@ -164,53 +117,41 @@ class Prelauncher:
         if moves or not fits or not isinstance(state, KVStore) or state.seat is not None:
             return
         self._lengths.append(len(tree))
-        after = self._traced.prelaunch(choose_rows(self._lengths, self._pass_ms), state, self._bell)
+        after = self._traced.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)
         if after is not None:
-            self._choices = self._bell.report(begun)
-            read = None if after.features is None else self._send(after.features)
-            wanted = [] if read is None else [pending(read)]
-            self._bell.launch(after.late.rung, after.logits, *wanted)
-            self._waiting = PrelaunchedPass(after, self._bell, state, read)
-            self._number = message.sequence
+            current.report = self._bell.report(choice)
+            results = [after.late.rung, after.logits]
+            if isinstance(after.features, mx.array):
+                after.features = self._send(after.features)
+                results.append(pending(after.features))
+            self._bell.launch(*results)
+            self._waiting, self._number = after, message.sequence
 
-    def take(
-        self, state: SequenceState, tree: TokenTree, begin: Callable[[], Tokens]
-    ) -> PrelaunchedPass | None:
-        """Return the waiting pass, now over this tree; None if there is none for it.
-
-        Args:
-            state: of the sequence.
-            tree: to be verified.
-            begin: begins a pass over it on the state.
-        """
+    def claim(self, state: SequenceState, tree: TokenTree) -> ReservedPass | None:
+        """Return the waiting pass, now the state's over this tree; None if there is none for it."""
         waiting = self._waiting
-        if waiting is None or not waiting.fits(state, tree):
+        if waiting is None or waiting.state is not state or not waiting.fill(tree):
             self.call_off()
             return None
         self._waiting = None
-        begin()
-        waiting.take_up(tree)
         return waiting
 
-    def settle(self, taken: object, begun: Choices) -> Choices | None:
-        """Return the choices after the adopted pass; None if it has to be run again.
+    def settle(self, current: PassHandle) -> Ids | None:
+        """Return the tokens chosen after a pass; None if it has to be run again.
 
         Nothing else of a pass can be read while the next one waits on the device: where choices are
         left to the host, that one is cancelled.
-
-        Args:
-            taken: the pass, or any other step.
-            begun: its choices.
         """
-        choices, self._choices = self._choices, None
-        found = begun if choices is None else choices()
+        tokens = None if current.report is None else current.tokens()
         missed = False
-        if isinstance(taken, PrelaunchedPass):
-            missed = taken.is_missed
+        if isinstance(current, ReservedPass):
+            missed = current.is_missed
             self._count(missed=missed)
-        if choices is not None and (missed or (found < 0).any()):
+        if tokens is not None and (missed or (tokens < 0).any()):
             self.call_off()
-        return None if missed else found
+        if missed:
+            return None
+        return current.tokens() if tokens is None else tokens
 
     def on_judged(self, tree: TokenTree, rows: Sequence[int]) -> None:
         """Record the accepted rows: if others are moved, a waiting pass is useless."""
@@ -223,7 +164,7 @@ class Prelauncher:
     def call_off(self) -> None:
         """Cancel the waiting pass."""
         if self._waiting is not None:
-            self._waiting.call_off()
+            self._waiting.cancel()
             self._waiting = None
 
     def _count(self, *, missed: bool) -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Generator
 from functools import partial
 
-import mlx.core as mx
-import numpy as np
 from msgspec.structs import replace
 
 from protocol.decoding.token_tree import TokenTree
@@ -29,20 +27,20 @@ from protocol.messages import (
 )
 from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
-from services.batching.forward import Batcher, ForwardPass, most_rows
+from services.batching.forward import Batcher, most_rows
 from services.batching.pass_memory import PassMemory
+from services.engine.pass_handle import Ids, PassHandle, PassTiming
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
-from services.mlx.launching import launch
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.pass_ahead import PassAhead
-from services.verifier.prelaunch import Choices, Prelauncher
+from services.verifier.prelaunch import Prelauncher
 from services.verifier.sequence import TargetSequence, find_longest_wait
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
@@ -89,7 +87,7 @@ class Verifier:
         self.use(self.target)
         self._pass_ahead = PassAhead(self._batcher)
         self.prelauncher = Prelauncher()
-        self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
+        self._last_pass, self._idle_since = PassTiming(), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self.pipelines, self.spare_cores = self.target.pipelines, SpareCores()
 
@@ -161,7 +159,7 @@ class Verifier:
     def linger_s(self, message: Work) -> float:
         """Return a short wait for the other sequences of the last pass, which are expected soon."""
         own = self._sequences.get(message.sequence)
-        if own is None or own.request is None or own.request.logits is not None:
+        if own is None or not own.is_waiting:
             return 0.0
         longest = find_longest_wait(self._last_pass)
         until = [other.wait_until(longest) for other in self._sequences.values()]
@@ -279,14 +277,14 @@ class Verifier:
         sequence.on_verify(time.perf_counter(), last.started, find_longest_wait(last))
         sequence.begin_run(message)
         try:
-            while sequence.asked is not None:
+            while sequence.request is not None:
                 if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
-                    sequence.asked = replace(sequence.asked, granted=0)
-                outcome = yield from self._judge(sequence, sequence.asked, tree)
+                    sequence.request = replace(sequence.request, granted=0)
+                outcome = yield from self._judge(sequence, sequence.request, tree)
                 sequence.advance_run(outcome)
                 yield outcome
-                if sequence.asked is not None:
-                    _, tree = self._validate(sequence.asked)
+                if sequence.request is not None:
+                    _, tree = self._validate(sequence.request)
         finally:
             sequence.end_run()
 
@@ -298,75 +296,74 @@ class Verifier:
         drafter_idle = all(one.drafter_idle for one in self._sequences.values())
         self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
-            logits, by, begun = yield from self._choose(sequence, message, tree)
-            judged = sequence.rule.accept(logits, message, tree, begun)
+            handle, tokens = yield from self._run(sequence, message, tree)
+            judged = sequence.rule.accept(handle.logits, message, tree, tokens)
             self.prelauncher.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
-            read = self.features.log(sequence, message.position, sequence.take_read(judged.rows))
+            rows = handle.read_features(judged.rows)
+            read = self.features.log(sequence, message.position, rows)
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state is no longer usable
             raise
-        self._record_pass(by)
+        self._record_pass(handle.timing)
         sequence.answered_at = self._idle_since
         if read is not None:
             yield self.features.message(message.sequence, message.position, read)
         node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
-        return describe_outcome(message, judged, by, node)
+        return describe_outcome(message, judged, handle.timing, node)
 
-    def _choose(
+    def _run(
         self, sequence: TargetSequence, message: Verify, tree: TokenTree
-    ) -> Generator[None, None, tuple[mx.array, ForwardPass, Choices | None]]:
-        """Return the logits of a tree, their pass, and the result of `AcceptanceRule.begin`.
+    ) -> Generator[None, None, tuple[PassHandle, Ids | None]]:
+        """Return the pass over a tree and its chosen tokens, None if the host chooses.
 
         The next pass may be running by then.
         """
         while True:
-            logits, by = yield from self._logits(sequence, tree)
-            begun = sequence.begin_choice(logits, message, tree)
-            alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work
-            if isinstance(begun, mx.array) and alone and not isinstance(sequence.read, mx.array):
-                self.prelauncher.launch(begun, message, sequence.state, tree)
-            if self.pipelines and not (message.drafter_idle or isinstance(begun, np.ndarray)):
-                launch(logits if begun is None else begun)
-            if begun is None:
-                return logits, by, None
-            if (settled := self.prelauncher.settle(sequence.taken, begun)) is not None:
-                return logits, by, settled
-            sequence.state.commit(len(sequence.tokens))
+            handle = yield from self._start(sequence, tree)
+            sequence.choose(message, tree)
+            if len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work:
+                self.prelauncher.launch(handle, message, tree)
+            if self.pipelines and not message.drafter_idle:
+                handle.launch()
+            if handle.choice is None:
+                return handle, None
+            if (tokens := self.prelauncher.settle(handle)) is not None:
+                return handle, tokens
+            sequence.discard()
 
-    def _logits(
+    def _start(
         self, sequence: TargetSequence, tree: TokenTree
-    ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
-        """Return [rows, vocabulary] logits, possibly lazy; the KV holds the tree."""
-        ahead, sequence.best = sequence.take_ahead(tree.tokens), None
-        if ahead is not None:
-            if ahead.by is not self._last_pass:
-                ahead.by.started = self._idle_since  # running ever since: the device was not idle
-            self._start_ahead(ahead.by)
-            sequence.best, sequence.read = ahead.best, ahead.features
-            return ahead.logits, ahead.by
-        begin = partial(sequence.begin, tree)
-        if (late := self.prelauncher.take(sequence.state, tree, begin)) is not None:
-            sequence.taken, sequence.read = late, late.features
-            self._start_ahead(late.by)
-            return late.logits, late.by
+    ) -> Generator[None, None, PassHandle]:
+        """Start the pass over a tree, or claim one that has been started; the KV holds the tree."""
+        if (ahead := sequence.claim(tree)) is not None:
+            handle = ahead
+            if handle.timing is not self._last_pass:  # running ever since: the device was not idle
+                handle.timing.started = self._idle_since
+        elif (late := self.prelauncher.claim(sequence.state, tree)) is not None:
+            handle = late
+            sequence.passes.append(handle)
+        else:
+            handle = yield from self._submit(sequence, tree)
+        if self.pipelines:  # the device would idle until its tokens have been read
+            self._pass_ahead.start(handle.timing, self._sequences.values())
+        return handle
+
+    def _submit(
+        self, sequence: TargetSequence, tree: TokenTree
+    ) -> Generator[None, None, PassHandle]:
+        """Run a pass over a tree, with those that others submit meanwhile."""
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
-        request = self._batcher.submit(tree.tokens, sequence.state, begin)
-        sequence.request = request
-        try:
-            if len(self._sequences) > 1:
-                yield None  # others may join
-            while not request.is_computed and self._is_somebody_coming():
-                yield None
-            result = self._batcher.result(request)
-            self._start_ahead(result[1])
-            sequence.read, sequence.best = request.features, request.best
-            return result
-        finally:
-            sequence.request = None
-            self._batcher.withdraw(request)
+        handle = self._batcher.submit(tree.tokens, sequence.state, partial(sequence.begin, tree))
+        sequence.passes.append(handle)
+        if len(self._sequences) > 1:
+            yield None  # others may join
+        while not handle.is_computed and self._is_somebody_coming():
+            yield None
+        self._batcher.result(handle)
+        return handle
 
     def _is_somebody_coming(self) -> bool:
         """Return True if another sequence will soon request a pass without a message."""
@@ -374,21 +371,17 @@ class Verifier:
 
     def _feed_owed(self, sequence: TargetSequence) -> None:
         """Run a pass over the owed tokens alone."""
-        request = self._batcher.submit([], sequence.state, partial(sequence.begin, None))
-        self._batcher.result(request)
+        self._batcher.result(
+            self._batcher.submit([], sequence.state, partial(sequence.begin, None))
+        )
         sequence.state.commit(len(sequence.tokens))
 
-    def _start_ahead(self, by: ForwardPass) -> None:
-        """Start the next pass on a device that would idle until its tokens have been read."""
-        if self.pipelines:
-            self._pass_ahead.start(by, self._sequences.values())
-
-    def _record_pass(self, by: ForwardPass) -> None:
+    def _record_pass(self, timing: PassTiming) -> None:
         """Record the times of a pass, which end with its first outcome."""
         now = time.perf_counter()
-        if by is not self._last_pass:
-            by.waited, by.ended = by.started - self._idle_since, now
-            self._last_pass = by
+        if timing is not self._last_pass:
+            timing.waited, timing.ended = timing.started - self._idle_since, now
+            self._last_pass = timing
         # The next line may lose the core to a process that waited for the outcome.
         self._idle_since = now
 

@@ -22,9 +22,9 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.forward import BatchRequest, ForwardPass
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
+from services.engine.pass_handle import SubmittedPass
 from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule, host_floats
 from services.verifier.verifier import Verifier
@@ -54,14 +54,15 @@ class Rewinding(Verifier):
         batcher: Any = self._batcher
         batcher.result = self._remembered
 
-    def _remembered(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
-        key = tuple(asked.tokens)
+    def _remembered(self, handle: SubmittedPass) -> mx.array:
+        key = tuple(handle.new)
         if key not in self.rows:
-            length = asked.state.length
-            self.rows[key] = self._computed(asked)[0]
+            length = handle.state.length
+            self.rows[key] = self._computed(handle)
             mx.eval(self.rows[key])
-            asked.state.commit(length)
-        return self.rows[key], ForwardPass(0, 0)
+            handle.state.commit(length)
+        handle.logits = self.rows[key]
+        return self.rows[key]
 
     def distribution(self, chain: Tokens, row: int) -> Distribution:
         """p after so many draft tokens of a chain."""

@@ -314,11 +314,11 @@ class MlxBackend:
             place()
             return []
 
-        request = self._batcher.submit(tokens, trunk.store, begin, self._inputs(trunk))
-        return self._batcher.result(request)[0]
+        handle = self._batcher.submit(tokens, trunk.store, begin, self._inputs(trunk))
+        return self._batcher.result(handle)
 
     def _inputs(self, trunk: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
-        """Return the model's inputs besides tokens: see `BatchRequest`."""
+        """Return the model's inputs besides tokens: see `SubmittedPass`."""
         return None
 
     def _grow(

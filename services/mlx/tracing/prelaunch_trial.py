@@ -10,15 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.pass_handle import ReservedPass
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
 from services.kv.cache import KVStore
 from services.mlx.launching import launch_in_pieces
 from services.mlx.selftest import is_close, is_faster, measure_distance
-from services.mlx.tracing.traced_forward import (
-    TRACED_SLOTS,
-    Prelaunched,
-    TracedForward,
-)
+from services.mlx.tracing.traced_forward import TRACED_SLOTS, TracedForward
 from services.mlx.tracing.traced_slots import prefill, widen
 from services.runtime.preparation import Steps
 
@@ -96,7 +93,7 @@ class _Trial:
             widen(store, slots)
             store.chain(_ROWS)
             for _ in range(2):
-                if (pass_ := self._traced.prelaunch(rows, store, self._bell)) is None:
+                if (pass_ := self._traced.reserve(rows, store, self._bell)) is None:
                     break
                 self._bell.ring(pass_.late, _CHAIN, store.frame.start)
                 self._bell.launch(pass_.late.rung, pass_.logits)
@@ -136,9 +133,9 @@ class _Trial:
         self._bell.call_off(now.late)
         return times, logits
 
-    def _launch(self) -> Prelaunched:
+    def _launch(self) -> ReservedPass:
         rows = self._traced.pad_rows(2 * _ROWS)
-        after = self._traced.prelaunch(rows, self._stores[1], self._bell)
+        after = self._traced.reserve(rows, self._stores[1], self._bell)
         if after is None:
             raise ValueError("there is no trace of a tree")
         self._bell.launch(after.late.rung, after.logits)

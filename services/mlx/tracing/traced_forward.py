@@ -18,9 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.pass_handle import ReservedPass
 from services.kernels.cuda.blocks import can_write_in_place, serves_any_length
 from services.kernels.cuda.choice import in_trace
-from services.kernels.cuda.doorbell import Doorbell, LateInputs
+from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.kv_rows import find_written, writes_in_place
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
@@ -66,20 +67,6 @@ class Singles(NamedTuple):
     """Those whose pass starts on an idle device."""
     ahead: bool
     """Those whose pass starts while another one is running."""
-
-
-class Prelaunched(NamedTuple):
-    """A launched pass that waits for its tokens."""
-
-    late: LateInputs
-    logits: mx.array
-    """[rows, vocabulary], lazy."""
-    slots: int
-    """Slots of its buffers, which must have room for its tokens."""
-    features: mx.array | None
-    """[rows, width] features of the model, lazy; None if none are read."""
-    written: list[mx.array] | None
-    """As `KVStore.written`, once this is the store's current pass."""
 
 
 class FeatureReader(Protocol):
@@ -208,7 +195,7 @@ class TracedForward:
             launch_first(store.milestones)
         return logits[:, : frame.count]
 
-    def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
+    def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
         """Launch a pass over up to `rows` rows that waits for its tokens.
 
         Args:
@@ -230,7 +217,15 @@ class TracedForward:
         logits, features = self._run(late.tokens, where, store)
         written, store.written = store.written, in_work
         read = features[0] if features else None
-        return Prelaunched(late, logits[0], slots, read, written)
+        return ReservedPass(
+            state=store,
+            logits=logits[0],
+            features=read,
+            bell=bell,
+            late=late,
+            slots=slots,
+            written=written,
+        )
 
     def _run(
         self, tokens: mx.array, where: _Where, store: KVStore

@@ -20,11 +20,12 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.forward import Batcher, BatchRequest
+from services.batching import forward
+from services.batching.forward import Batcher
 from services.batching.packing import supports_packing
 from services.drafter.backends.mlx import MlxBackend
+from services.engine.pass_handle import SubmittedPass
 from services.kv.cache import KVStore
-from services.mlx import launching
 from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
 from services.verifier.verifier import Verifier
@@ -185,7 +186,7 @@ class Model:
         logits: mx.array = self.module(tokens, cache=cache)
         return logits
 
-    def submit(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> BatchRequest:
+    def submit(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> SubmittedPass:
         def begin() -> Tokens:
             store.chain(len(tokens))
             return []
@@ -208,14 +209,14 @@ def test_a_shared_pass_has_the_same_bits() -> None:
         if not tail:
             stores = [[model.store() for _ in chains] for _ in range(2)]
         expected += [
-            np.array(alone.result(model.submit(alone, store, chain))[0])
+            np.array(alone.result(model.submit(alone, store, chain)))
             for store, chain in zip(stores[0], chains, strict=True)
         ]
         asks = [
             model.submit(shared, store, chain)
             for store, chain in zip(stores[1], chains, strict=True)
         ]
-        found += [np.array(shared.result(asked)[0]) for asked in asks]
+        found += [np.array(shared.result(asked)) for asked in asks]
     assert model.calls[:5] == [4, 1, 3, 6, 14]
     for one, other in zip(expected, found, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -232,10 +233,10 @@ def test_one_that_breaks_a_pass_breaks_no_other() -> None:
     ]
     model.broken = lambda tokens: 13 in tokens
     expected = np.array(model.module(mx.array([[1, 2]]))[0])
-    np.testing.assert_allclose(np.array(batcher.result(asks[0])[0]), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(batcher.result(asks[0])), expected, atol=1e-5)
     with pytest.raises(MemoryError, match="no room"):
         batcher.result(asks[1])
-    assert batcher.result(asks[2])[0].shape[0] == 1
+    assert batcher.result(asks[2]).shape[0] == 1
     assert [store.length for store in stores] == [2, 0, 1]
 
 
@@ -245,12 +246,12 @@ def test_a_pass_that_would_be_one_graph_is_launched_in_pieces(
 ) -> None:
     """Unless it begins behind another: then the device has something to do."""
     started: list[int] = []
-    monkeypatch.setattr(launching.mx, "async_eval", lambda keys: started.append(len(keys)))
+    monkeypatch.setattr(forward, "launch_in_pieces", lambda keys: started.append(len(keys)))
     model = Model()
     batcher, store = Batcher(model, 16), model.store()
     batcher.one_graph = one_graph
     batcher.result(model.submit(batcher, store, [5, 9, 3]))
-    batcher.begin(mx.array([1]), [store], [0])
+    batcher.follow(mx.array([1]), [store], [0])
     assert started == ([len(store.caches)] if one_graph else [])
 
 
@@ -260,7 +261,7 @@ def test_what_is_withdrawn_is_not_computed() -> None:
     batcher = Batcher(model, 16)
     stores = [model.store() for _ in range(2)]
     first, second = (model.submit(batcher, store, [1, 2]) for store in stores)
-    batcher.withdraw(second)
+    second.cancel()
     batcher.result(first)
     assert model.calls == [2]
     assert [store.length for store in stores] == [2, 0]
@@ -322,6 +323,6 @@ def test_a_pass_that_does_not_fit_ends_one_sequence() -> None:
     refused, served = (batcher.submit([5, 6], state, list) for state in states)
     with pytest.raises(OutOfMemory):
         batcher.result(refused)
-    logits, by = batcher.result(served)
-    assert (logits.shape, by.sequences) == ((2, 4), 1)
+    logits = batcher.result(served)
+    assert (logits.shape, served.timing.sequences) == ((2, 4), 1)
     assert fed == [[5, 6]]

@@ -39,13 +39,13 @@ class Crowd:
         batcher.table = SlotTable(attend_gathered) if table else None
         self.ahead: list[int] = []
         """Of each pass that began ahead: how many sequences it has."""
-        begin = batcher.begin
+        follow = batcher.follow
 
-        def count(tokens: mx.array, *arguments: Any) -> Any:
-            self.ahead.append(tokens.size)
-            return begin(tokens, *arguments)
+        def count(choice: mx.array, *arguments: Any) -> Any:
+            self.ahead += [choice.size] if choice.size > 1 else []
+            return follow(choice, *arguments)
 
-        batcher.begin = count  # type: ignore[method-assign]
+        batcher.follow = count  # type: ignore[method-assign]
         self.queue = WorkQueue(self.verifier)
         self.family = family
         self.tokens: dict[int, list[int]] = {}
@@ -281,4 +281,4 @@ def test_whatever_happens_in_between(seed: int) -> None:
     assert len(crowd.passes) > 50
     assert len(crowd.ahead) > 5
     crowd.check(tuple(crowd.tokens))
-    assert not any(one.ahead for one in crowd.verifier._sequences.values())
+    assert not any(one.passes for one in crowd.verifier._sequences.values())

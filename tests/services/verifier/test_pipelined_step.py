@@ -1,11 +1,13 @@
 """Plain decoding that runs free, the next pass begun before its token is read: the same tokens."""
 
+from collections import deque
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import (
     CloseSequence,
     Extend,
@@ -17,7 +19,6 @@ from protocol.messages import (
     Verify,
 )
 from services.mlx.loader import load
-from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
 from tests.support.tiny_models import FAMILIES
@@ -234,7 +235,7 @@ def test_no_pass_is_run_beside_another_sequence() -> None:
     asking = Asking("llama", Sampling())
     asking.open(2, Sampling())
     assert asking.count(granted=3) == 4
-    assert asking.verifier._sequences[1].ahead == []
+    assert asking.verifier._sequences[1].passes == deque()
     list(asking.verifier.handle(CloseSequence(sequence=2)))
     assert plain("llama", PROMPT, 4, Sampling()) == asking.tokens[3:]
 
@@ -244,9 +245,9 @@ def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking.verify()
     sequence = asking.verifier._sequences[1]
     length = sequence.length
-    ahead = PipelinedStep(asking.verifier._batcher, sequence.state, mx.array([-1]))
-    assert ahead.take_up([asking.tokens[-1]]) is None
-    assert ahead.take_up([0, 1]) is None
+    [ahead] = asking.verifier._batcher.follow(mx.array([-1]), [sequence.state], [0])
+    assert not ahead.fill(read_tree([asking.tokens[-1]], []))
+    assert not ahead.fill(read_tree([0, 1], []))
     assert length == sequence.length
     asking.verify()
     assert plain("llama", PROMPT, 2, Sampling()) == asking.tokens[3:]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
+from services.engine.pass_handle import PassHandle
 from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
@@ -263,11 +264,11 @@ def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
     state = verifier._sequences[stream.number].state
     tree = read_tree([stream.committed[-1]], [])
     waiting = verifier.prelauncher
-    taken = waiting.take(state, tree, lambda: (state.append(1), [])[1])
-    assert taken is not None
+    assert waiting.claim(state, tree) is not None
     for choice, waits in ((7, True), (-1, False)):
-        waiting.launch(mx.array([choice]), stream.ask(tree), state, tree)
-        assert waiting.settle(None, mx.array([choice])) is not None
+        current = PassHandle(state=state, choice=mx.array([choice]))
+        waiting.launch(current, stream.ask(tree), tree)
+        assert waiting.settle(current) == [choice]
         assert bool(stream.bell.waiting) == waits
         waiting.call_off()
     state.commit(len(stream.committed) - 1)

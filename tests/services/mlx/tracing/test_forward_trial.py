@@ -158,10 +158,9 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     for one in (batcher, plain):
         store = prefill(model, 6)
         asked = one.submit([3], store, partial(_append, store))
-        first = one.result(asked)[0]
-        store.chain(1)
-        logits, _ = one.begin_alone(mx.array([4]), store)
-        found.append(np.array(mx.concatenate([first, logits])))
+        first = one.result(asked)
+        [after] = one.follow(mx.array([4]), [store], [0])
+        found.append(np.array(mx.concatenate([first, after.logits])))
     assert len(replays) == (2 if ahead else 1)
     np.testing.assert_allclose(*found, atol=1e-4)
 

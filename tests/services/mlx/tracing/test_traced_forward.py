@@ -284,5 +284,5 @@ def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
         store = prefill(model, 6)
         store.chain(3)
         asked = one.submit([3, 4, 5], store, list)
-        logits.append(np.array(one.result(asked)[0]))
+        logits.append(np.array(one.result(asked)))
     np.testing.assert_allclose(*logits, atol=1e-4)

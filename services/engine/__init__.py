@@ -1,0 +1,1 @@
+"""How forward passes are described, started and read."""

@@ -1,0 +1,183 @@
+"""A forward pass, from its submission until its tokens are judged, as one of its sequences sees it.
+
+A sequence keeps its handles in a deque: the pass that runs, and those started behind it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.decoding.token_tree import TokenTree
+from protocol.messages import Sampling, Tokens
+from services.kernels.cuda.doorbell import Doorbell, LateInputs
+from services.kernels.cuda.host_rows import ReadRows
+from services.kv.cache import KVStore
+from services.kv.state import SequenceState, begin_pass
+from services.mlx.launching import launch
+from services.sampling import device
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class PassTiming:
+    """Size and times of a forward pass; its sequences share one."""
+
+    rows: int = 0
+    sequences: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    """Seconds that the model was idle before, for statistics."""
+    ended: float = 0.0
+    """Time of its first result, for statistics."""
+
+
+class JointChoice:
+    """The argmax tokens after all rows of a shared pass: one launch, and one transfer.
+
+    Args:
+        logits: [rows, vocabulary].
+    """
+
+    def __init__(self, logits: mx.array) -> None:
+        self._logits = logits
+
+    @cached_property
+    def lazy(self) -> mx.array:
+        """[rows], negative if a logit is NaN."""
+        return device.begin(self._logits, [], Sampling())
+
+    @cached_property
+    def tokens(self) -> Ids:
+        """Wait for the choice, and return it on the host."""
+        return np.array(self.lazy)
+
+
+@dataclass(eq=False, kw_only=True)
+class PassHandle:
+    """The rows of one sequence in a pass."""
+
+    state: SequenceState
+    timing: PassTiming = field(default_factory=PassTiming)
+    row: int = 0
+    """The first of its rows in the pass."""
+    logits: Any = None
+    """[rows, vocabulary], lazy; None until the pass runs."""
+    features: ReadRows | None = None
+    """[rows or more, width] of the states read from the model, lazy."""
+    joint: JointChoice | None = None
+    """The choice that a shared pass has in common."""
+    choice: mx.array | Ids | None = None
+    """[rows] the chosen tokens, possibly lazy; negative where the host decides."""
+    report: Callable[[], Ids] | None = None
+    """Reads the choice while the next pass waits on the device."""
+
+    def fill(self, tree: TokenTree) -> bool:
+        """Make this the state's current pass, over this tree; False if that is impossible."""
+        del tree
+        return False
+
+    def best(self) -> Ids | None:
+        """Return its part of the joint choice, if there is one; waits."""
+        if self.joint is None:
+            return None
+        return self.joint.tokens[self.row : self.row + self.logits.shape[0]]
+
+    def launch(self) -> None:
+        """Start what is still to be computed of it."""
+        if not isinstance(self.choice, np.ndarray):
+            launch(self.logits if self.choice is None else self.choice)
+
+    def tokens(self) -> Ids:
+        """Return the choice on the host; waits."""
+        return np.array(self.choice) if self.report is None else self.report()
+
+    def read_features(self, rows: Sequence[int]) -> npt.NDArray[Any] | None:
+        """Return the features at these of its rows, on the host; waits."""
+        # On a GPU picking some of them there would be a separate launch to wait for.
+        return None if self.features is None else np.asarray(self.features)[list(rows)]
+
+    def cancel(self) -> None:
+        """Drop the pass, if it has not begun."""
+
+
+@dataclass(eq=False, kw_only=True)
+class SubmittedPass(PassHandle):
+    """A pass over known tokens, which waits for others to share it."""
+
+    new: Tokens
+    begin: Callable[[], Tokens]
+    """Begins the pass on the state, right before it runs; returns the tokens fed before these."""
+    inputs: Callable[[], mx.array] | None
+    """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
+    queue: list["SubmittedPass"]
+    """Those that wait."""
+    error: Exception | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        """True if its pass has run or failed."""
+        return self.logits is not None or self.error is not None
+
+    def cancel(self) -> None:
+        """Leave the queue."""
+        if self in self.queue:
+            self.queue.remove(self)
+
+
+@dataclass(eq=False, kw_only=True)
+class AheadPass(PassHandle):
+    """A pass over one token that was chosen on the device, and has not been read."""
+
+    read: Callable[[], list[int]]
+    """Returns the tokens of all rows of the pass."""
+    resume: Callable[[], None]
+    """Redoes it on the state, which does not hold its token."""
+
+    def fill(self, tree: TokenTree) -> bool:
+        """Wait for the token, and compare it with the tree."""
+        if tree.tokens != [self.read()[self.row]]:
+            return False
+        self.resume()
+        return True
+
+
+@dataclass(eq=False, kw_only=True)
+class ReservedPass(PassHandle):
+    """A launched pass that waits on the device for its tokens."""
+
+    state: KVStore
+    bell: Doorbell
+    late: LateInputs
+    slots: int
+    """Slots of its buffers, which must have room for its tokens."""
+    written: list[mx.array] | None
+    """As `KVStore.written`, once this is the store's current pass."""
+
+    def fill(self, tree: TokenTree) -> bool:
+        """Send the tokens to the device, which starts."""
+        rows = self.logits.shape[0]
+        if not len(tree) <= rows <= self.slots - self.state.length:
+            return False
+        begin_pass(self.state, tree)
+        self.state.written = self.written
+        self.bell.ring(self.late, tree, self.state.frame.start)
+        self.timing = PassTiming(len(tree), 1)
+        self.logits = self.logits[: len(tree)]
+        return True
+
+    def cancel(self) -> None:
+        """Let the device skip it, unless it has its tokens."""
+        if not self.timing.rows:
+            self.bell.call_off(self.late)
+
+    @property
+    def is_missed(self) -> bool:
+        """True if it had timed out when filled, so that its logits are invalid; waits."""
+        return not self.late.rung.item()
