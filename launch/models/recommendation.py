@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from launch.models.weights import bytes_on_cpu
+from launch.models.weights import bytes_of_kv, bytes_on_cpu
 from protocol.errors import UsageError
 from protocol.heads import HeadFormat
 
@@ -123,7 +123,8 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
     weights = _weight_bytes(entry, entry.parameters, entry.bits, on_cpu=cpu_cores > 0)
     draft_bits = entry.draft_bits or entry.bits
     both = weights + _weight_bytes(entry, entry.draft_parameters, draft_bits, on_cpu=cpu_cores > 0)
-    kv_bytes = _CONTEXT * entry.kv_elements * (4 if cpu_cores else 2)
+    number = bytes_of_kv(_ARCHITECTURES.get(entry.family, ""), on_cpu=cpu_cores > 0)
+    kv_bytes = _CONTEXT * entry.kv_elements * number
     needed = round(both * _BUFFERS) + kv_bytes + _PROCESSES_BYTES
     speed = _CORE_BYTES_S * cpu_cores / weights
     return Recommendation(

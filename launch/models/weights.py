@@ -33,12 +33,17 @@ class Weights(NamedTuple):
 
     def kv_bytes_on(self, device: str) -> int:
         """Return the KV size per token."""
-        return self.kv_elements * (4 if device == "cpu" else 2)
+        return self.kv_elements * bytes_of_kv(self.architecture, on_cpu=device == "cpu")
 
 
 def bytes_on_cpu(architecture: str, parameters: int, stored: int) -> int:
     """Return the stored size, or that of float32 (`services.mlx.loader`)."""
     return stored if stays_packed(architecture) else 4 * parameters
+
+
+def bytes_of_kv(architecture: str, *, on_cpu: bool) -> int:
+    """Return the bytes of a key's or value's number."""
+    return 4 if on_cpu and not stays_packed(architecture) else 2
 
 
 def stays_packed(architecture: str) -> bool:

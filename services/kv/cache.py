@@ -4,8 +4,7 @@ A `KVStore` sets the `Frame` before each forward pass (`kv.slots`). One flat seq
 thus be a chain (a prompt, a verification) or a row of parallel branches, each token with its own
 position and its own view of the slots; branching never copies KV.
 
-Sliding-window layers of a `KVStore` keep all slots; the window is a condition in the mask, which a
-tree of branches needs. Targets keep only the window (`kv.window`).
+Sliding-window layers keep all slots here; targets keep only the window (`kv.window`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,17 +49,13 @@ class KVStore:
         self.windows = [window or 0 for window in windows]
         """Each layer's attention window, 0 for none."""
 
-    def reside(self, heads: int, size: int) -> ResidentSlots:
-        """Move the frame into buffers that CPU kernels write in place.
-
-        Args:
-            heads: number of KV heads.
-            size: dimension of a head.
-        """
+    def reside(self, heads: int, size: int, dtype: mx.Dtype) -> ResidentSlots:
+        """Move to buffers of KV heads of this size and type that CPU kernels write in place."""
         self.leave_table()
         end = self.frame.start + self.frame.count
         if self.resident is None or self.resident.slots < end:
-            self.resident = ResidentSlots(self.caches, heads, round_to_bucket(end), size)
+            shape = (1, heads, round_to_bucket(end), size)
+            self.resident = ResidentSlots(self.caches, shape, dtype)
         return self.resident
 
     def hand_out(self) -> None:

@@ -9,27 +9,21 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from services.kv.slots import SlotCache
+import mlx.core as mx
+
+from services.kv.slots import Shape, SlotCache
 from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 
 
 class ResidentSlots:
-    """The buffers of all layers of one sequence, for `services/kernels/cpu/c/pass.h`.
+    """New buffers [1, KV heads, slots, size] of all layers of a sequence, for `c/pass.h`."""
 
-    Args:
-        caches: of all layers; their buffers are replaced by new ones.
-        heads: number of KV heads.
-        slots: capacity in slots.
-        size: dimension of a head.
-    """
-
-    def __init__(self, caches: Sequence[SlotCache], heads: int, slots: int, size: int) -> None:
-        self.slots = slots
-        self.head = slots * size
-        """Elements from one head to the next."""
-        self._heads, self._size = heads, size
-        buffers = [view(array) for cache in caches for array in cache.settle(heads, slots, size)]
+    def __init__(self, caches: Sequence[SlotCache], shape: Shape, dtype: mx.Dtype) -> None:
+        _, self._heads, self.slots, size = shape
+        self._slot = size * dtype.size
+        self.head = self.slots * self._slot  # bytes from one head to the next
+        buffers = [view(array) for cache in caches for array in cache.settle(shape, dtype)]
         addresses = [buffer.ctypes.data for buffer in buffers]
         self._all = (ctypes.c_void_p * len(buffers))(*addresses)
         self.keys = (ctypes.c_void_p * len(caches))(*addresses[::2])
@@ -39,6 +33,6 @@ class ResidentSlots:
         """Copy these slots, in rising order, to those from `to` on, which start before them."""
         kernels: Any = cpu_kernels()
         kernels.cpu_move_slots(
-            len(self._all), self._all, self._heads, ctypes.c_long(self.head), self._size,
+            len(self._all), self._all, self._heads, ctypes.c_long(self.head), self._slot,
             len(slots), (ctypes.c_int * len(slots))(*slots), to,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from services.mlx.array_memory import view
 if TYPE_CHECKING:
     from services.kv.cache import KVStore
 
+Shape = tuple[int, int, int, int]
 BUCKET = 256
 """Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
 
@@ -77,10 +78,10 @@ class SlotCache:
         self._store.resident = None
         self._values = buffer
 
-    def settle(self, heads: int, slots: int, size: int) -> tuple[mx.array, mx.array]:
-        """Move to exclusive buffers of this size; see `ResidentSlots`."""
+    def settle(self, shape: Shape, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Move to exclusive buffers of this shape and type; see `ResidentSlots`."""
         self._keys, self._values = (
-            copy_slots(buffer, (1, heads, slots, size)) for buffer in (self._keys, self._values)
+            copy_slots(buffer, shape, dtype) for buffer in (self._keys, self._values)
         )
         return self._keys, self._values
 
@@ -141,12 +142,12 @@ class SlotCache:
         return [array for array in (self._keys, self._values) if array is not None]
 
 
-def copy_slots(buffer: mx.array | None, shape: tuple[int, int, int, int]) -> mx.array:
-    """Copy the buffer to one of this shape in float32."""
-    wider = mx.zeros(shape)
+def copy_slots(buffer: mx.array | None, shape: Shape, dtype: mx.Dtype) -> mx.array:
+    """Copy the buffer to one of this shape and type."""
+    wider = mx.zeros(shape, dtype)
     mx.eval(wider)
     if buffer is not None:
-        given = buffer.astype(mx.float32)
+        given = buffer.astype(dtype)
         mx.eval(given)
         slots = min(shape[2], given.shape[2])
         view(wider)[..., :slots, :] = view(given)[..., :slots, :]

@@ -62,7 +62,9 @@ def test_sizes_are_those_of_the_loaded_model(family: str) -> None:
     assert found.bytes_on("metal") == sum(array.nbytes for array in stored.values())
     config = json.loads((folder / "config.json").read_text())
     shape = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    assert found.kv_bytes_on("cuda") == 4 * shape
+    assert found.kv_bytes_on("cuda") == found.kv_bytes_on("cpu") == 4 * shape
+    unknown = found._replace(architecture="unknown")
+    assert unknown.kv_bytes_on("cpu") == 8 * shape
 
 
 def test_a_pair_that_fits(examined: Callable[..., dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.kernels.cpu.program import find_program
-from services.kernels.cpu.structures import DecoderStruct, SequenceStruct
+from services.kernels.cpu.structures import FLOAT, DecoderStruct, SequenceStruct
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
 
@@ -37,7 +37,8 @@ def attend(
     pointers = [(ctypes.c_void_p * 1)(array.ctypes.data) for array in held]
     sequence = SequenceStruct(
         *map(ctypes.addressof, pointers),
-        head=held[0].strides[0] // held[0].itemsize,
+        number=FLOAT,
+        head=held[0].strides[0],
         start=slots - count,
         rows=count,
     )

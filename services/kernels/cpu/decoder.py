@@ -38,12 +38,14 @@ from services.mlx.patches import Patch, Unfit, install
 
 if TYPE_CHECKING:
     from services.kv.cache import KVStore
+    from services.kv.resident import ResidentSlots
     from services.kv.slots import Frame
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
 _MOST_PARTS = 64
 """Sequences of a pass: as in `c/pass.h`."""
+_TYPES = {structures.HALF: mx.float16, structures.FLOAT: mx.float32}
 
 
 class DecoderKernel:
@@ -62,6 +64,8 @@ class DecoderKernel:
         self._layers = list(inner.layers)
         self._kinds = [type(layer) for layer in self._layers]
         self._held: list[Any] = []
+        # Keys and values are rounded only where activations are.
+        self._number = structures.HALF if rounds else structures.FLOAT
         attention = inner.layers[0].self_attn
         self._heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
         self._windows = window_sizes(model)
@@ -144,7 +148,7 @@ class DecoderKernel:
         row, at = self._check(tokens), 0
         frames = [store.frame for store in stores]
         for store in stores:
-            store.reside(self.kv_heads, self.size)  # with room for all of them
+            self._reside(store)  # with room for all of them
         caught = []
         for pieces in _cut([frame.count for frame in frames]):
             for index, first, count in pieces:
@@ -203,14 +207,18 @@ class DecoderKernel:
         """Of each sequence; and masks that must outlive the pass."""
         parts, held = (structures.SequenceStruct * len(stores))(), list[npt.NDArray[np.bool_]]()
         for part, store in zip(parts, stores, strict=True):
-            memory, frame = store.reside(self.kv_heads, self.size), store.frame
+            memory, frame = self._reside(store), store.frame
             part.keys, part.values = ctypes.addressof(memory.keys), ctypes.addressof(memory.values)
+            part.number = self._number
             part.head, part.start, part.rows = memory.head, frame.start, frame.count
             if frame.visible is not None:
                 masks = [np.ascontiguousarray(mask) for mask in self._masks(frame)]
                 part.visible = (ctypes.c_void_p * 2)(*(mask.ctypes.data for mask in masks))
                 held += masks
         return parts, held
+
+    def _reside(self, store: "KVStore") -> "ResidentSlots":
+        return store.reside(self.kv_heads, self.size, _TYPES[self._number])
 
     def _masks(self, frame: "Frame") -> list[npt.NDArray[np.bool_]]:
         """Return what rows see in blocks without and, if there are any, with a window."""

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from services.kernels.cpu import structures as kinds
 from services.kernels.cpu.structures import MatrixStruct, SourceStruct
 from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 from services.mlx.patches import Unfit
 
-_BITS4, _BITS8, _HALF, _BFLOAT, _FLOAT, _SHARED = range(6)
-_FLOATS = {mx.float16: _HALF, mx.bfloat16: _BFLOAT, mx.float32: _FLOAT}
+_FLOATS = {mx.float16: kinds.HALF, mx.bfloat16: kinds.BFLOAT, mx.float32: kinds.FLOAT}
 _GROUPS = (32, 64, 128)
 _SHARING_GROUP, _SHARED_INPUTS = 32, 256
 """Of ggml's K-quants, whose scales are products of a byte and a half."""
@@ -92,7 +92,7 @@ def check(weights: MlxWeights) -> MatrixStruct:
     outputs, inputs = weights.weight.shape
     if weights.scales is None:
         return MatrixStruct(None, None, outputs, inputs, _FLOATS[dtype], 0, 0)
-    kind = _BITS4 if weights.bits <= 4 else _BITS8
+    kind = kinds.BITS4 if weights.bits <= 4 else kinds.BITS8
     inputs = inputs * 32 // weights.bits
     return MatrixStruct(None, None, outputs, inputs, kind, _FLOATS[dtype], weights.group)
 
@@ -110,10 +110,10 @@ def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
     views = [_contiguous(array) for array in arrays]
     pointers = [own.ctypes.data for own in views]
     source = SourceStruct(*pointers, *[None] * (3 - len(pointers)), weights.bits)
-    shared = matrix.scales == _FLOAT and matrix.group == _SHARING_GROUP
+    shared = matrix.scales == kinds.FLOAT and matrix.group == _SHARING_GROUP
     shared = shared and matrix.inputs % _SHARED_INPUTS == 0
     memory = None
-    for scales in [_SHARED, matrix.scales] if shared else [matrix.scales]:
+    for scales in [kinds.SHARED, matrix.scales] if shared else [matrix.scales]:
         matrix.scales = scales
         memory = _allocate(count_bytes(matrix))
         matrix.strips = memory.ctypes.data

@@ -2,6 +2,8 @@
 
 import ctypes
 
+BITS4, BITS8, HALF, BFLOAT, FLOAT, SHARED = range(6)  # `enum number`
+
 
 class MatrixStruct(ctypes.Structure):
     """`struct matrix`."""
@@ -65,6 +67,7 @@ class SequenceStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("number", ctypes.c_int),
         ("visible", ctypes.c_void_p * 2),
         ("head", ctypes.c_long),
         *((name, ctypes.c_int) for name in ("start", "rows")),

@@ -7,11 +7,9 @@
 #include <stdlib.h>
 
 enum {
-    SLOTS = 16,       /* scores that are computed together */
-    MOST_ROWS = 32,   /* of a part: they share the keys that were turned */
-    SCORED = TILE_ROWS == 8 ? 8 : 4,
-    WEIGHED = TILE_ROWS == 8 ? 4 : 2,
-    COLUMNS = 4
+    MOST_ROWS = 48,                    /* of a part: they share tiles of keys and values */
+    TILED = TILE_ROWS == 1 ? 1 : 6,    /* rows that share a load of a register */
+    BESIDE = LANES == 16 ? 2 : 4       /* most registers of sums of a row */
 };
 
 struct attention {
@@ -28,104 +26,107 @@ struct attention_jobs {
     int count;
 };
 
-/* `count` keys of `size` floats to [size, SLOTS]. */
-static void turn_keys(const float *keys, int size, int count, float *to)
-{
-    int d = 0;
-    if (count == SLOTS)
-        for (; d + LANES <= size; d += LANES)
-            for (int p = 0; p < SLOTS / LANES; p++)
-                transpose(keys + (size_t)p * LANES * size + d, size, to + d * SLOTS + p * LANES, SLOTS);
-    for (; d < size; d++)
-        for (int s = 0; s < SLOTS; s++)
-            to[d * SLOTS + s] = s < count ? keys[(size_t)s * size + d] : 0.0f;
-}
+/* Rows of the next tile, and registers of sums of each: enough sums to hide how long one takes. */
+INLINE int tiled(int left) { return left <= TILED ? left : left < 2 * TILED ? (left + 1) / 2 : TILED; }
+INLINE int beside(int rows) { return rows > 3 && LANES == 8 ? 2 : BESIDE; }
 
-/* Scores of `rows` queries, [rows, size], with sixteen turned keys. */
-INLINE void score(int rows, int size, const float *queries, const float *keys, float *scores, int stride)
+/* Scores of `rows` queries, [rows, size], with a tile of turned keys. */
+INLINE void score(int number, int rows, int size, const float *queries, const uint8_t *keys, float *scores,
+                  int stride)
 {
-    vf sums[SCORED][SLOTS / LANES];
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int p = 0; p < SLOTS / LANES; p++)
-            sums[r][p] = (vf){0};
-    for (int d = 0; d < size; d++)
-        UNROLLED for (int p = 0; p < SLOTS / LANES; p++) {
-            vf key = vf_load(keys + d * SLOTS + p * LANES);
-            UNROLLED for (int r = 0; r < rows; r++)
-                sums[r][p] = vf_fma(key, vf_all(queries[r * size + d]), sums[r][p]);
-        }
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int p = 0; p < SLOTS / LANES; p++)
-            vf_store(sums[r][p], scores + (size_t)r * stride + p * LANES);
-}
-
-/* `rows` rows of weights times COLUMNS * LANES columns of the values in these slots. */
-INLINE void weigh(int rows, int columns, int size, int count, const float *weights, int stride,
-                  const float *values, float *const *to)
-{
-    vf sums[WEIGHED][COLUMNS];
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int c = 0; c < columns; c++)
-            sums[r][c] = (vf){0};
-    for (int s = 0; s < count; s++)
+    for (int first = 0; first < SLOTS; first += beside(rows) * LANES) {
+        vf sums[TILED][BESIDE], own[BESIDE];
         UNROLLED for (int r = 0; r < rows; r++)
-            UNROLLED for (int c = 0; c < columns; c++)
-                sums[r][c] = vf_fma(vf_load(values + (size_t)s * size + c * LANES),
-                                    vf_all(weights[(size_t)r * stride + s]), sums[r][c]);
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int c = 0; c < columns; c++)
-            vf_store(sums[r][c], to[r] + c * LANES);
-}
-
-static void weigh_rows(int rows, int size, int count, const float *weights, int stride,
-                       const float *values, float *const *to)
-{
-    int column = 0;
-    for (; column < size; ) {
-        float *own[MOST_ROWS];
-        int wide = size - column >= COLUMNS * LANES, narrow = size - column >= LANES;
-        for (int r = 0; r < rows; r++)
-            own[r] = to[r] + column;
-        for (int r = 0; r < rows;) {
-            const float *from = weights + (size_t)r * stride;
-            if (wide && rows - r >= WEIGHED) {
-                weigh(WEIGHED, COLUMNS, size, count, from, stride, values + column, own + r);
-                r += WEIGHED;
-            } else if (wide) {
-                weigh(1, COLUMNS, size, count, from, stride, values + column, own + r);
-                r++;
-            } else if (narrow) {
-                weigh(1, 1, size, count, from, stride, values + column, own + r);
-                r++;
-            } else {
-                for (int c = 0; c < size - column; c++) {
-                    float sum = 0.0f;
-                    for (int s = 0; s < count; s++)
-                        sum = fmaf(values[(size_t)s * size + column + c], from[s], sum);
-                    own[r][c] = sum;
-                }
-                r++;
+            UNROLLED for (int p = 0; p < beside(rows); p++)
+                sums[r][p] = (vf){0};
+        for (int d = 0; d < size; d++) {
+            UNROLLED for (int p = 0; p < beside(rows); p++)
+                own[p] = vf_of(number, keys + (d * SLOTS + first + p * LANES) * bytes_of(number));
+            UNROLLED for (int r = 0; r < rows; r++) {
+                vf query = vf_all(queries[r * size + d]);
+                UNROLLED for (int p = 0; p < beside(rows); p++)
+                    sums[r][p] = vf_fma(own[p], query, sums[r][p]);
             }
         }
-        column += wide ? COLUMNS * LANES : narrow ? LANES : size - column;
+        UNROLLED for (int r = 0; r < rows; r++)
+            UNROLLED for (int p = 0; p < beside(rows); p++)
+                vf_store(sums[r][p], scores + (size_t)r * stride + first + p * LANES);
     }
 }
+
+/* Add to `sums`, [rows, width], rows of weights times `columns` registers of a tile of values. */
+INLINE void weigh_columns(int number, int rows, int columns, int width, int count, const float *weights,
+                          int stride, const uint8_t *values, float *sums)
+{
+    vf own[TILED][BESIDE], each[BESIDE];
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int c = 0; c < columns; c++)
+            own[r][c] = vf_load(sums + r * width + c * LANES);
+    for (int s = 0; s < count; s++, values += width * bytes_of(number)) {
+        if (number == HALF)
+            __builtin_prefetch(values + SLOTS * width * sizeof(uint16_t));
+        UNROLLED for (int c = 0; c < columns; c++)
+            each[c] = vf_of(number, values + c * LANES * bytes_of(number));
+        UNROLLED for (int r = 0; r < rows; r++) {
+            vf weight = vf_all(weights[(size_t)r * stride + s]);
+            UNROLLED for (int c = 0; c < columns; c++)
+                own[r][c] = vf_fma(each[c], weight, own[r][c]);
+        }
+    }
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int c = 0; c < columns; c++)
+            vf_store(own[r][c], sums + r * width + c * LANES);
+}
+
+INLINE void weigh(int number, int rows, int width, int count, const float *weights, int stride,
+                  const uint8_t *values, float *sums)
+{
+    int at = 0, wide = beside(rows);
+    for (; at + wide * LANES <= width; at += wide * LANES)
+        weigh_columns(number, rows, wide, width, count, weights, stride, values + at * bytes_of(number),
+                      sums + at);
+    for (; at < width; at += LANES)
+        weigh_columns(number, rows, 1, width, count, weights, stride, values + at * bytes_of(number),
+                      sums + at);
+}
+
+/* The tiles of `rows` rows; the kind of numbers and the rows of a tile are constants in each case. */
+#define EACH_TILE(ROWS, CALL, NUMBER)                                                           \
+    for (int r = 0, tile; r < (ROWS); r += tile) {                                              \
+        tile = tiled((ROWS) - r);                                                               \
+        switch (tile) { ONE_TILE(1, CALL, NUMBER) SOME_TILES(CALL, NUMBER) }                    \
+    }
+#define ONE_TILE(N, CALL, NUMBER)                                                               \
+    case N: CALL(NUMBER, N); break;
+#if TILE_ROWS == 1
+#define SOME_TILES(CALL, NUMBER)
+#else
+#define SOME_TILES(CALL, NUMBER)                                                                \
+    ONE_TILE(2, CALL, NUMBER) ONE_TILE(3, CALL, NUMBER) ONE_TILE(4, CALL, NUMBER)               \
+    ONE_TILE(5, CALL, NUMBER) ONE_TILE(6, CALL, NUMBER)
+#endif
+
+/* A tile of keys or values, as it is needed. */
+struct tiles {
+    float *floats;   /* [SLOTS, padded size], or [size, SLOTS] */
+    uint8_t *turned; /* [size, SLOTS] */
+};
 
 /* Turn `count` scores into weights that add up to 1; behind them is room for fifteen more. */
 static void softmax(float *scores, int count)
 {
     float lanes[SUM_LANES] = {0}, tops[SUM_LANES], top = -INFINITY;
-    int padded = (count + SUM_LANES - 1) / SUM_LANES * SUM_LANES;
-    for (int s = count; s < padded; s++)
+    int end = (count + SUM_LANES - 1) / SUM_LANES * SUM_LANES;
+    for (int s = count; s < end; s++)
         scores[s] = -INFINITY;
     for (int l = 0; l < SUM_LANES; l++)
         tops[l] = -INFINITY;
-    for (int s = 0; s < padded; s += SUM_LANES)
+    for (int s = 0; s < end; s += SUM_LANES)
         for (int l = 0; l < SUM_LANES; l++)
             tops[l] = scores[s + l] > tops[l] ? scores[s + l] : tops[l];
     for (int l = 0; l < SUM_LANES; l++)
         top = tops[l] > top ? tops[l] : top;
-    for (int s = 0; s < padded; s += SUM_LANES)
+    for (int s = 0; s < end; s += SUM_LANES)
         for (int l = 0; l < SUM_LANES; l++) {
             scores[s + l] = exponential(scores[s + l] - top);
             lanes[l] += scores[s + l];
@@ -181,6 +182,56 @@ static int parts_of_a_head(const struct decoder *decoder, const struct sequence 
     return (decoder->heads / decoder->kv_heads * own->rows + MOST_ROWS - 1) / MOST_ROWS;
 }
 
+/* Scores of all rows with `seen` slots, tile by tile. Several tiles of rows share the tile as floats. */
+static void score_rows(int number, const uint8_t *keys, int rows, int size, int seen, const float *queries,
+                       const struct tiles *tiles, float *scores, int stride)
+{
+    for (int s = 0; s < seen; s += SLOTS, keys += SLOTS * size * bytes_of(number)) {
+        const uint8_t *own = tiles->turned;
+        int kind = number;
+        turn_keys(number, keys, size, seen - s < SLOTS ? seen - s : SLOTS, tiles->turned);
+        if (number == HALF && rows > TILED) {
+            read_numbers(HALF, own, size, SLOTS, tiles->floats);
+            own = (const uint8_t *)tiles->floats, kind = FLOAT;
+        }
+#define SCORE(NUMBER, N)                                                                        \
+    score(NUMBER, N, size, queries + r * size, own, scores + (size_t)r * stride + s, stride)
+        if (kind == HALF) {
+            EACH_TILE(rows, SCORE, HALF)
+        } else {
+            EACH_TILE(rows, SCORE, FLOAT)
+        }
+    }
+}
+
+/* Sums, [rows, padded size], of `seen` values by their weights. */
+static void weigh_rows(int number, const uint8_t *values, int rows, int size, int seen,
+                       const float *weights, int stride, const struct tiles *tiles, float *sums)
+{
+    int width = padded(size), direct = width == size && (number == FLOAT || rows <= TILED);
+    memset(sums, 0, sizeof *sums * rows * width);
+    for (int s = 0; s < seen; s += SLOTS, values += SLOTS * size * bytes_of(number)) {
+        int count = seen - s < SLOTS ? seen - s : SLOTS;
+        const uint8_t *own = direct ? values : (const uint8_t *)tiles->floats;
+        if (!direct)
+            read_numbers(number, values, count, size, tiles->floats);
+#define WEIGH(NUMBER, N)                                                                        \
+    weigh(NUMBER, N, width, count, weights + (size_t)r * stride + s, stride, own, sums + r * width)
+        if (direct && number == HALF) {
+            EACH_TILE(rows, WEIGH, HALF)
+        } else {
+            EACH_TILE(rows, WEIGH, FLOAT)
+        }
+    }
+}
+
+/* Where row r of a head of the keys is among queries and answers. */
+static long row_at(const struct attention *call, int head, int r)
+{
+    int heads = call->decoder->heads, group = heads / call->decoder->kv_heads;
+    return ((long)(r / group) * heads + head * group + r % group) * call->decoder->size;
+}
+
 /* MOST_ROWS rows of one head of the keys: row r is query r / group of head r % group. */
 static void attend_part(const struct attention *call, int number)
 {
@@ -196,31 +247,21 @@ static void attend_part(const struct attention *call, int number)
         base = view.first < base ? view.first : base;
         end = view.end > end ? view.end : end;
     }
-    int seen = end - base, stride = (seen + 2 * SLOTS - 1) / SLOTS * SLOTS;
-    float *scores = scratch(ATTENTION, sizeof(float) * ((size_t)rows * stride + (SLOTS + MOST_ROWS) * size));
-    float *turned = scores + (size_t)rows * stride, *queries = turned + SLOTS * size;
-    long begin = head * own->head + (long)base * size;
-    const float *keys = own->k[call->layer] + begin;
-    float *to[MOST_ROWS];
-    for (int r = 0; r < rows; r++) {
-        long at = (long)((first + r) / group) * decoder->heads + head * group + (first + r) % group;
+    int seen = end - base, stride = (seen + 2 * SLOTS - 1) / SLOTS * SLOTS, width = padded(size);
+    size_t floats = (size_t)rows * (stride + size + width) + 2 * SLOTS * width;
+    float *scores = scratch(ATTENTION, sizeof(float) * floats);
+    float *sums = scores + (size_t)rows * stride, *queries = sums + rows * width;
+    struct tiles tiles = {queries + rows * size, (uint8_t *)(queries + rows * size + SLOTS * width)};
+    long slot = size * bytes_of(own->number), begin = head * own->head + base * slot;
+    for (int r = 0; r < rows; r++)
         for (int i = 0; i < size; i++)
-            queries[r * size + i] = call->q[at * size + i] * decoder->scale;
-        to[r] = call->out + at * size;
-    }
-    for (int s = 0; s < seen; s += SLOTS) {
-        turn_keys(keys + (size_t)s * size, size, seen - s < SLOTS ? seen - s : SLOTS, turned);
-        int r = 0;
-        for (; r + SCORED <= rows; r += SCORED)
-            score(SCORED, size, queries + r * size, turned, scores + (size_t)r * stride + s, stride);
-        for (; r + 3 <= rows; r += 3)
-            score(3, size, queries + r * size, turned, scores + (size_t)r * stride + s, stride);
-        for (; r < rows; r++)
-            score(1, size, queries + r * size, turned, scores + (size_t)r * stride + s, stride);
-    }
+            queries[r * size + i] = call->q[row_at(call, head, first + r) + i] * decoder->scale;
+    score_rows(own->number, own->k[call->layer] + begin, rows, size, seen, queries, &tiles, scores, stride);
     for (int r = 0; r < rows; r++)
         weights_of(call, view_of(call, (first + r) / group), base, end, scores + (size_t)r * stride);
-    weigh_rows(rows, size, seen, scores, stride, own->v[call->layer] + begin, to);
+    weigh_rows(own->number, own->v[call->layer] + begin, rows, size, seen, scores, stride, &tiles, sums);
+    for (int r = 0; r < rows; r++)
+        memcpy(call->out + row_at(call, head, first + r), sums + r * width, sizeof(float) * size);
 }
 
 static void attend_number(const void *context, int number)

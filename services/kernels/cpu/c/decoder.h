@@ -36,10 +36,11 @@ struct decoder {
 /* One sequence: where its layers' keys and values are, [kv heads, any slots, size] each, and which
  * of its rows take part. They go to the slots from `start` on. */
 struct sequence {
-    float *const *k, *const *v;
+    uint8_t *const *k, *const *v;
+    int number;                   /* HALF or FLOAT: what they are kept as */
     /* [rows, start + rows], in blocks without and with a window, or NULL: each sees those before it */
     const unsigned char *visible[2];
-    long head;                    /* elements from one head to the next */
+    long head;                    /* bytes from one head to the next */
     int start, rows;
 };
 
@@ -66,6 +67,8 @@ struct kernels {
     void (*read_row)(const struct matrix *, int row, float *to);
     /* out [rows, heads, size] of q, for the first block of a sequence */
     void (*attend)(const struct decoder *, const struct sequence *, const float *q, float *out);
+    /* Floats as they are kept in slots. */
+    void (*keep_halves)(int count, const float *from, uint16_t *to);
 };
 
 #endif

@@ -10,7 +10,8 @@ extern const struct kernels kernels_avx2, kernels_avxvnni, kernels_avx512;
 
 static int has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
 }
 
 static int has_avxvnni(void) { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
@@ -78,14 +79,19 @@ void cpu_attend(const struct kernels *kernels, const struct decoder *shape, cons
     kernels->attend(shape, own, q, out);
 }
 
-/* In each of `arrays` [heads, any slots, size]: the slots listed, in rising order, to those from
- * `to` on, which are not behind them. */
-void cpu_move_slots(int arrays, float *const *memory, int heads, long head, int size, int count,
+void cpu_keep_halves(const struct kernels *kernels, int count, const float *from, uint16_t *to)
+{
+    kernels->keep_halves(count, from, to);
+}
+
+/* In each of `arrays` [heads, any slots], `head` bytes from one head to the next: the slots listed,
+ * in rising order, to those from `to` on, which are not behind them. */
+void cpu_move_slots(int arrays, uint8_t *const *memory, int heads, long head, int slot, int count,
                     const int *slots, int to)
 {
     for (int a = 0; a < arrays; a++)
         for (int h = 0; h < heads; h++)
             for (int i = 0; i < count; i++)
-                memmove(memory[a] + h * head + (long)(to + i) * size,
-                        memory[a] + h * head + (long)slots[i] * size, sizeof(float) * size);
+                memmove(memory[a] + h * head + (long)(to + i) * slot,
+                        memory[a] + h * head + (long)slots[i] * slot, slot);
 }

@@ -6,6 +6,7 @@
 #include "decoder.h"
 #include "product.h"
 #include "rows.h"
+#include "slots.h"
 #include "threads.h"
 
 #include "attend.h"
@@ -16,4 +17,5 @@
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-const struct kernels JOIN(kernels_, ISA) = {TEXT(ISA), run_pass, multiply, read_row, attend};
+const struct kernels JOIN(kernels_, ISA) = {TEXT(ISA), run_pass, multiply, read_row, attend,
+                                       keep_halves};

@@ -125,9 +125,9 @@ static void place_row(const void *context, int row)
         first += work->pass->sequences[part].rows;
     const struct sequence *own = &work->pass->sequences[part];
     for (int h = 0; h < decoder->kv_heads; h++) {
-        long slot = h * own->head + (long)(own->start + row - first) * size;
-        memcpy(own->k[work->layer] + slot, k + h * size, sizeof *k * size);
-        memcpy(own->v[work->layer] + slot, v + h * size, sizeof *v * size);
+        long slot = h * own->head + (own->start + row - first) * (long)(size * bytes_of(own->number));
+        keep(own->number, size, k + h * size, own->k[work->layer] + slot);
+        keep(own->number, size, v + h * size, own->v[work->layer] + slot);
     }
 }
 

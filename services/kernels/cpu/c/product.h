@@ -4,6 +4,7 @@
  * other, in a lane of its own: neither the width of the registers, nor the rows that are computed
  * together, nor the threads make a difference to its bits. Products of rounded activations are
  * sums of integers within a group of 32, which are exact. */
+#include "inline.h"
 #include "layout.h"
 
 enum {
@@ -28,11 +29,6 @@ static inline int tile_rows(int left, int rounded)
         return most >= 4 ? 4 : most >= 2 ? 2 : 1;
     return most >= 8 ? 8 : most >= 6 ? 6 : most >= 4 ? 4 : most;
 }
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* A loop over registers: rolled up, it would keep them in memory. */
-#define UNROLLED _Pragma("GCC unroll 16")
 
 INLINE vf vf_all(float x) { return x - (vf){0}; }
 INLINE vf vf_load(const float *from) { return *(const vf *)from; }

@@ -15,6 +15,7 @@ from services.batching.packing import pack_pass, supports_packing, supports_tree
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program
+from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
@@ -176,6 +177,38 @@ def test_weights_that_are_no_numbers_end_with_a_sentence(bad: float, tmp_path: P
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
             with pytest.raises(NotNumbers, match="NaN or infinite"):
                 choose(rows, [30, 31], sampling)
+
+
+def test_keys_that_no_half_holds_end_with_a_sentence(tmp_path: Path) -> None:
+    """Also where their scores would be so small that softmax hid them."""
+    for sign in (1, -1):
+        folder = write_tiny_model(tmp_path / str(sign), "qwen2")
+        weights: Any = mx.load(str(folder / "model.safetensors"))
+        bias = np.array(weights["model.layers.0.self_attn.k_proj.bias"])
+        bias[3] = sign * 1e5
+        weights["model.layers.0.self_attn.k_proj.bias"] = mx.array(bias)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        module = load(folder, as_stored=True).module
+        assert equip(module)
+        with pytest.raises(NotNumbers, match="NaN or infinite"):
+            choose(mx.array(logits(module, begun(module), ROWS[:2])), [30, 31], Sampling())
+
+
+@pytest.mark.parametrize("family", ["quantized", "gemma3"])
+def test_keys_and_values_are_halves_wherever_they_go(family: str) -> None:
+    """Forks and dumps continue with the same bits, and memory counts two bytes of each number."""
+    module = model(family)
+    kernel = kernel_of(module)
+    assert kernel is not None
+    expected, store = logits(module, begun(module), ROWS), begun(module)
+    fork, copy = store.fork(len(PROMPT)), KVStore(windows_of(module), bucketed=False)
+    dump = store.dump(len(PROMPT))
+    copy.load(dump)
+    for state in (fork, copy, store):
+        assert np.array_equal(logits(module, state, ROWS), expected)
+    assert {array.dtype for array in [*dump.values(), *store.arrays]} == {mx.float16}
+    size = measure_kv(module, lambda: KVStore(windows_of(module), bucketed=False))
+    assert size.per_token == 2 * 2 * len(store.caches) * kernel.kv_heads * kernel.size
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

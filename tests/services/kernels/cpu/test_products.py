@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from services.kernels.cpu.packing import MlxWeights, PackedMatrix, pack
 from services.kernels.cpu.program import SETS, find_program, multiply, read_rows
 from services.mlx import blas
+from services.mlx.array_memory import address
 
 Floats = npt.NDArray[np.float32]
 
@@ -44,7 +46,15 @@ def programs() -> dict[str, ctypes.c_void_p]:
     return {name: program for name, program in found.items() if program is not None}
 
 
-def rounded(x: Floats) -> Floats:
+def keep_halves(program: ctypes.c_void_p, floats: Floats) -> npt.NDArray[np.float16]:
+    """As keys and values are kept."""
+    library: Any = blas.cpu_kernels()
+    halves = np.empty(floats.shape, np.float16)
+    library.cpu_keep_halves(program, floats.size, address(floats), address(halves))
+    return halves
+
+
+def rounded(x: Floats) -> Any:
     """Activations as they are multiplied: in steps of a 127th of the largest of each 32."""
     groups = x.reshape(len(x), -1, 32)
     steps = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
@@ -116,6 +126,31 @@ def test_all_instruction_sets_and_companies_give_the_same_bits() -> None:
             blas.use_spare_cores(())
             for name, found in {**every, "alone": np.concatenate(alone)}.items():
                 assert np.array_equal(found, expected), (name, bits, rounds)
+
+
+def test_halves_are_those_of_ieee_in_all_instruction_sets() -> None:
+    """Every half as a float, and back; between two of them the nearer one, or the even one."""
+    bits = np.arange(65536, dtype=np.uint16).reshape(512, 128)
+    halves = bits.view(np.float16)
+    steps = np.sort(halves[np.isfinite(halves)].astype(np.float32))
+    between = (steps[1:] + steps[:-1]) / 2  # exact: ties
+    below, above = np.nextafter(between, np.float32(0)), np.nextafter(between, np.float32(np.inf))
+    far = np.array([1e-45, -1e-39, 65519.9, 65520, -65520, 3e38], np.float32)
+    floats = np.concatenate([halves.astype(np.float32).ravel(), between, below, above, far])
+    with np.errstate(over="ignore"):
+        expected = floats.astype(np.float16)
+    expected[np.isinf(expected)] = np.nan  # what no half can hold
+    numbers = ~np.isnan(expected)
+    packed = pack(MlxWeights(mx.array(halves)))
+    kept, read = set(), set()
+    for name, program in programs().items():
+        back, rows = keep_halves(program, floats), read_rows(program, packed, range(512))
+        assert np.isnan(back[~numbers]).all(), name
+        assert np.array_equal(back[numbers].view(np.uint16), expected[numbers].view(np.uint16))
+        assert np.array_equal(rows, halves.astype(np.float32), equal_nan=True), name
+        kept.add(back.tobytes())
+        read.add(rows.tobytes())
+    assert len(kept) == len(read) == 1
 
 
 def test_what_is_no_number_spreads_to_its_row_alone() -> None:

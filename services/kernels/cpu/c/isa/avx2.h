@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "isa/halves_x86.h"
+
 #ifdef __AVXVNNI__
 #define ISA avxvnni
 #else
@@ -90,27 +92,5 @@ static inline vi dot_total(dot_sum sum)
 }
 
 #endif
-
-
-/* LANES rows of LANES floats to columns; strides in floats. */
-static inline void transpose(const float *from, long stride, float *to, long step)
-{
-    __m256 x[8], y[8];
-    for (int i = 0; i < 4; i++) { /* halves of rows i and i + 4 */
-        __m256 a = _mm256_loadu_ps(from + i * stride), b = _mm256_loadu_ps(from + (i + 4) * stride);
-        x[i] = _mm256_permute2f128_ps(a, b, 0x20);
-        x[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
-    }
-    for (int h = 0; h < 8; h += 4) {
-        y[h] = _mm256_unpacklo_ps(x[h], x[h + 1]);
-        y[h + 1] = _mm256_unpackhi_ps(x[h], x[h + 1]);
-        y[h + 2] = _mm256_unpacklo_ps(x[h + 2], x[h + 3]);
-        y[h + 3] = _mm256_unpackhi_ps(x[h + 2], x[h + 3]);
-        _mm256_storeu_ps(to + h * step, _mm256_shuffle_ps(y[h], y[h + 2], 0x44));
-        _mm256_storeu_ps(to + (h + 1) * step, _mm256_shuffle_ps(y[h], y[h + 2], 0xee));
-        _mm256_storeu_ps(to + (h + 2) * step, _mm256_shuffle_ps(y[h + 1], y[h + 3], 0x44));
-        _mm256_storeu_ps(to + (h + 3) * step, _mm256_shuffle_ps(y[h + 1], y[h + 3], 0xee));
-    }
-}
 
 #endif

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "isa/halves_x86.h"
+
 #define ISA avx512
 #define TILE_ROWS 8
 enum { LANES = 16 };
@@ -48,29 +50,5 @@ static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activation
 
 static inline vi dot_total(dot_sum sum) { return (vi)sum; }
 static inline vi dot_total_nibbles(dot_sum sum) { return (vi)sum; }
-
-/* LANES rows of LANES floats to columns; strides in floats. */
-static inline void transpose(const float *from, long stride, float *to, long step)
-{
-    __m512 x[16], y[16];
-    for (int i = 0; i < 16; i++)
-        x[i] = _mm512_loadu_ps(from + i * stride);
-    for (int i = 0; i < 16; i += 4) { /* in each quarter, four rows of a column */
-        __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
-        __m512 c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
-        y[i] = _mm512_shuffle_ps(a, c, 0x44);
-        y[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
-        y[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
-        y[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
-    }
-    for (int j = 0; j < 4; j++) { /* quarter q of y[4 * r + j] is column 4 * q + j of rows 4 * r... */
-        __m512 a = _mm512_shuffle_f32x4(y[j], y[4 + j], 0x88), b = _mm512_shuffle_f32x4(y[8 + j], y[12 + j], 0x88);
-        __m512 c = _mm512_shuffle_f32x4(y[j], y[4 + j], 0xdd), d = _mm512_shuffle_f32x4(y[8 + j], y[12 + j], 0xdd);
-        _mm512_storeu_ps(to + j * step, _mm512_shuffle_f32x4(a, b, 0x88));
-        _mm512_storeu_ps(to + (8 + j) * step, _mm512_shuffle_f32x4(a, b, 0xdd));
-        _mm512_storeu_ps(to + (4 + j) * step, _mm512_shuffle_f32x4(c, d, 0x88));
-        _mm512_storeu_ps(to + (12 + j) * step, _mm512_shuffle_f32x4(c, d, 0xdd));
-    }
-}
 
 #endif

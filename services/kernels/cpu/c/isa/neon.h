@@ -67,16 +67,17 @@ static inline vi dot_total(dot_sum sum)
     return (vi)vaddq_s32(sum.products, vshlq_n_s32(sum.activations, 7));
 }
 
+/* Eight halves of slot i. */
+typedef uint16x8_t vh;
+enum { SIDE = 8 }; /* slots side by side in a register */
 
-/* LANES rows of LANES floats to columns; strides in floats. */
-static inline void transpose(const float *from, long stride, float *to, long step)
+static inline vh vh_load(const uint8_t *const *slots, int i, size_t at)
 {
-    float32x4x2_t a = vtrnq_f32(vld1q_f32(from), vld1q_f32(from + stride));
-    float32x4x2_t b = vtrnq_f32(vld1q_f32(from + 2 * stride), vld1q_f32(from + 3 * stride));
-    for (int i = 0; i < 2; i++) {
-        vst1q_f32(to + i * step, vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
-        vst1q_f32(to + (2 + i) * step, vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));
-    }
+    return vld1q_u16((const uint16_t *)(slots[i] + at));
 }
+
+static inline void vh_store(vh from, uint16_t *to) { vst1q_u16(to, from); }
+static inline vh zip_low(vh a, vh b) { return vzip1q_u16(a, b); }
+static inline vh zip_high(vh a, vh b) { return vzip2q_u16(a, b); }
 
 #endif

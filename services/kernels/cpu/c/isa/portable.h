@@ -30,6 +30,7 @@ static inline float float_of_half(uint16_t half)
         memcpy(&bits, &value, 4);
     } else {
         bits = rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : (rest + 0x1c000) << 13;
+        bits |= rest > 0x7c00 ? 0x400000 : 0; /* quiet */
     }
     bits |= sign;
     memcpy(&value, &bits, 4);
@@ -101,12 +102,30 @@ static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activation
 static inline vi dot_total(dot_sum sum) { return sum; }
 static inline vi dot_total_nibbles(dot_sum sum) { return sum; }
 
-/* LANES rows of LANES floats to columns; strides in floats. */
-static inline void transpose(const float *from, long stride, float *to, long step)
+/* Eight halves of slot i. */
+typedef struct {
+    uint16_t halves[8];
+} vh;
+enum { SIDE = 8 }; /* slots side by side in a register */
+
+static inline vh vh_load(const uint8_t *const *slots, int i, size_t at)
 {
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++)
-            to[j * step + i] = from[i * stride + j];
+    vh found;
+    memcpy(&found, slots[i] + at, sizeof found);
+    return found;
 }
+
+static inline void vh_store(vh from, uint16_t *to) { memcpy(to, &from, sizeof from); }
+
+static inline vh zip(const uint16_t *a, const uint16_t *b)
+{
+    vh found;
+    for (int i = 0; i < 8; i++)
+        found.halves[i] = (i % 2 ? b : a)[i / 2];
+    return found;
+}
+
+static inline vh zip_low(vh a, vh b) { return zip(a.halves, b.halves); }
+static inline vh zip_high(vh a, vh b) { return zip(a.halves + 4, b.halves + 4); }
 
 #endif
