@@ -12,6 +12,7 @@ import psutil
 from launch.bench.bandwidth import describe_ceiling, read_weight_bytes
 from launch.models.coreml_models import conversion_in, find_converted, is_converted
 from launch.models.pair import Pair, pair_of
+from launch.models.recommendation import plan_schedule
 from launch.models.weights import Weights, stays_packed, weights_of
 from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
@@ -33,6 +34,8 @@ _SURVEY_S = 120.0
 _EXAMPLE_TOKENS = 4096
 """Context for which the KV is included in the memory estimate."""
 _GB = 1e9
+_ACCEPTANCE = 0.7
+"""Assumed acceptance rate of a drafter's tokens."""
 
 
 class Needs(NamedTuple):
@@ -219,6 +222,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
         *_check_vocabulary(pair),
         _check_memory(needs, survey, free),
         *_examine_reading(pair, survey),
+        *_examine_schedule(pair, survey),
         _check_stack(pair, survey),
     ]
 
@@ -227,6 +231,19 @@ def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
     """Report the rate of reading weights, and its meaning for the target."""
     text = describe_ceiling(read_weight_bytes(pair.model, survey.device), survey.read_bytes_s)
     return [Finding("ok", "reading", text)] if text else []
+
+
+def _examine_schedule(pair: Pair, survey: HardwareReport) -> list[Finding]:
+    """Report what drafting can gain, by the weights that a pass of either model reads."""
+    target = read_weight_bytes(pair.model, survey.device)
+    drafter = read_weight_bytes(pair.draft_model, survey.device) if pair.backend == "mlx" else 0
+    if not (target and drafter):
+        return []
+    schedule = plan_schedule(
+        drafter / target, _ACCEPTANCE, shares=survey.device == "cpu" or survey.devices < 2
+    )
+    level: Level = "ok" if schedule.draft_tokens else "note"
+    return [Finding(level, "schedule", schedule.describe())]
 
 
 def _needs_here(target: Needs, settings: StackSettings) -> Needs:

@@ -16,7 +16,7 @@ def read_weight_bytes(model: str, device: str) -> int:
         weights = weights_of(Path(model))
     except ModelError:
         return 0
-    return weights.bytes_on(device)
+    return weights.bytes_per_pass_on(device)
 
 
 def describe_ceiling(weight_bytes: int, read_bytes_s: float) -> str:

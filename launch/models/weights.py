@@ -12,6 +12,8 @@ _PACKED_ON_CPU = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3",
 """Architectures whose weights stay packed on a CPU (`services.kernels.cpu.equip`)."""
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_SHARED_SCALE = 5 / 16
+"""Of a scale of 32 bits from a K-quant: a byte, and a half for eight groups (`cpu/c/layout.h`)."""
 
 
 class Weights(NamedTuple):
@@ -19,6 +21,10 @@ class Weights(NamedTuple):
 
     parameters: int
     bytes_as_stored: int
+    bytes_per_pass: int
+    """Of these, what a pass reads: an embedding that is not the head is a row for each token."""
+    wide_scale_bytes: int
+    """Of these, scales and biases of packed weights that are stored in 32 bits."""
     kv_elements: int
     """Keys and values of all layers per token of context."""
     context_length: int
@@ -30,6 +36,14 @@ class Weights(NamedTuple):
         if device != "cpu":
             return self.bytes_as_stored
         return bytes_on_cpu(self.architecture, self.parameters, self.bytes_as_stored)
+
+    def bytes_per_pass_on(self, device: str) -> int:
+        """Return the size of the weights that a pass reads."""
+        if device != "cpu":
+            return self.bytes_per_pass
+        if not stays_packed(self.architecture):
+            return 4 * self.parameters
+        return self.bytes_per_pass - round((1.0 - _SHARED_SCALE) * self.wide_scale_bytes)
 
     def kv_bytes_on(self, device: str) -> int:
         """Return the KV size per token."""
@@ -70,9 +84,23 @@ def weights_of(folder: Path) -> Weights:
         raise ModelError(f"cannot read the model folder {str(folder)!r}: {error!r}") from error
     if not files:
         raise ModelError(f"the model folder {str(folder)!r} has no safetensors file")
-    stored = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values())
     kind = str(config.get("model_type", "unknown"))
-    return Weights(parameters, stored, 2 * layers * heads * size, int(context), kind)
+    return Weights(parameters, *_sizes(tensors), 2 * layers * heads * size, int(context), kind)
+
+
+def _sizes(tensors: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the bytes of all weights, of those that a pass reads, and of their wide scales."""
+    sizes = {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()
+    }
+    has_head = any(name.startswith("lm_head.") for name in tensors)
+    read = [name for name in tensors if not (has_head and "embed_tokens." in name)]
+    wide = [
+        name
+        for name in read
+        if name.endswith((".scales", ".biases")) and tensors[name]["dtype"] == "F32"
+    ]
+    return sum(sizes.values()), sum(sizes[name] for name in read), sum(sizes[name] for name in wide)
 
 
 def _header(file: Path) -> dict[str, Any]:

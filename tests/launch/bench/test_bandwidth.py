@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.bench.bandwidth import describe_ceiling, describe_share, read_weight_bytes
+from launch.models.weights import Weights
 from services.tools.hardware import survey
 from tests.support.tiny_models import write_tiny_model
 
@@ -45,6 +46,16 @@ def test_weights_count_as_the_device_holds_them(tmp_path: Path) -> None:
     assert on_cpu > 0
     assert elsewhere > 0
     assert read_weight_bytes(str(tmp_path / "none"), "cpu") == 0
+
+
+def test_a_pass_reads_less_than_is_stored() -> None:
+    """Not an embedding beside a head; on a CPU, wide scales as the kernels hold them."""
+    sizes = {"bytes_as_stored": 100, "bytes_per_pass": 80, "wide_scale_bytes": 32}
+    packed = Weights(10, **sizes, kv_elements=1, context_length=1, architecture="llama")
+    assert packed.bytes_on("cpu") == 100
+    assert packed.bytes_per_pass_on("metal") == 80
+    assert packed.bytes_per_pass_on("cpu") == 58
+    assert packed._replace(architecture="mamba").bytes_per_pass_on("cpu") == 40
 
 
 @pytest.mark.processes

@@ -17,7 +17,13 @@ from launch.cli import cli
 from launch.models.catalog import Model, pairs
 from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.hub import resolve
-from launch.models.recommendation import PURPOSES, read_pairs, recommend, tokens_per_round
+from launch.models.recommendation import (
+    PURPOSES,
+    plan_schedule,
+    read_pairs,
+    recommend,
+    tokens_per_round,
+)
 from protocol.errors import ModelError, UsageError
 from tests.support.hub import SHA, Hub, serving
 from tests.support.tiny_models import write_tiny_model
@@ -334,6 +340,26 @@ def test_expectations() -> None:
     """Tokens per round follow from the assumed acceptance: 1 + a + a^2 + a^3 + a^4."""
     assert tokens_per_round(0.5, 4) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
     assert tokens_per_round(0.75, 1) == 1.75
+
+
+def test_a_schedule_follows_from_what_a_drafted_token_costs() -> None:
+    """In turn each token costs its time; on other hardware only what no verification hides."""
+    in_turn = plan_schedule(0.5, 0.8)
+    assert in_turn.draft_tokens == 2
+    assert in_turn.gain == tokens_per_round(0.8, 2) / 2.0
+    assert "in turn" in in_turn.describe()
+    hidden = plan_schedule(0.5, 0.8, shares=False)
+    assert hidden.draft_tokens == 2
+    assert hidden.gain == tokens_per_round(0.8, 2)
+    assert "hidden under verifications" in hidden.describe()
+    slow = plan_schedule(1.0, 0.8)
+    assert slow.draft_tokens == 0
+    assert "will not pay" in slow.describe()
+    assert all(
+        (r.schedule is None) == (cores == 0)
+        for cores in (0, 2)
+        for r in recommend(10**12, cpu_cores=cores)
+    )
 
 
 def test_recommendations_are_marked_as_expectations() -> None:
