@@ -152,7 +152,6 @@ class AheadPass(PassHandle):
 class ReservedPass(PassHandle):
     """A launched pass that waits on the device for its tokens."""
 
-    state: KVStore
     bell: Doorbell
     late: LateInputs
     slots: int
@@ -162,12 +161,12 @@ class ReservedPass(PassHandle):
 
     def fill(self, tree: TokenTree) -> bool:
         """Send the tokens to the device, which starts."""
-        rows = self.logits.shape[0]
-        if not len(tree) <= rows <= self.slots - self.state.length:
+        store, rows = self.state, self.logits.shape[0]
+        if not isinstance(store, KVStore) or not len(tree) <= rows <= self.slots - store.length:
             return False
-        begin_pass(self.state, tree)
-        self.state.written = self.written
-        self.bell.ring(self.late, tree, self.state.frame.start)
+        begin_pass(store, tree)
+        store.written = self.written
+        self.bell.ring(self.late, tree, store.frame.start)
         self.timing = PassTiming(len(tree), 1)
         self.logits = self.logits[: len(tree)]
         return True

@@ -19,6 +19,7 @@ from orchestrator.sequence.limits import Limits
 from protocol.messages import Features, Sampling, Statistics
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.head.loading import load_head
+from services.kernels.cpu.equip import equip
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.services.drafter.lookup_backend import LookupBackend
@@ -46,7 +47,9 @@ SAMPLINGS = {"greedy": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
 
 @cache
 def verifier_of(family: str) -> Verifier:
-    return Verifier(load(tiny_folder(family)), 512)
+    model = load(tiny_folder(family))
+    equip(model.module, rounds=False)  # the arithmetic of plain decoding by mlx-lm
+    return Verifier(model, 512)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
