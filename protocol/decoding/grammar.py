@@ -44,7 +44,7 @@ def check_grammar(text: str) -> None:
     with _catch_panics(UsageError):
         reason = LLMatcher.validate_grammar(text, limits=_limits())
     if reason and not reason.startswith("WARNING"):
-        raise UsageError(f"the answer's grammar or schema cannot be used: {_first_line(reason)}")
+        raise UsageError(f"the answer's grammar or schema cannot be used: {_in_one_line(reason)}")
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
@@ -145,7 +145,7 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = _first_line(self._matcher.get_error())
+            reason = _in_one_line(self._matcher.get_error())
             raise ProtocolError(
                 f"the answer's grammar or schema costs too much ({reason}); simplify it"
             )
@@ -160,7 +160,7 @@ def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, i
     with _catch_panics(UsageError):
         matcher = LLMatcher(tokenizer, text, limits=_limits())
     if matcher.is_error():
-        raise UsageError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+        raise UsageError(f"the grammar cannot be used: {_in_one_line(matcher.get_error())}")
     return matcher, int(tokenizer.vocab_size)
 
 
@@ -210,5 +210,5 @@ def _catch_panics(kind: type[UsageError | ProtocolError]) -> Iterator[None]:
         raise kind(f"the answer's grammar or schema breaks its library: {error}") from error
 
 
-def _first_line(reason: str) -> str:
-    return reason.strip().partition("\n")[0][:300]
+def _in_one_line(reason: str) -> str:
+    return " ".join(reason.split())[:300]

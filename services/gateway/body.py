@@ -57,6 +57,10 @@ async def read_body(request: Request, at_most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the body as application/json", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        reason = f"send the body as it is: the content encoding {coding[:40]!r} is not read here"
+        raise ApiError(415, reason, code="unsupported_media_type")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > at_most:
         raise _too_large(at_most)
@@ -151,7 +155,9 @@ def _decode(body: bytes, kind: Any) -> tuple[Any, Any]:
     try:
         return msgspec.json.decode(body, type=kind), value
     except msgspec.ValidationError:
-        return msgspec.convert(_drop_nulls(value, _inspect(kind)), kind), value
+        # Numbers as texts, and whole ones with a point, are accepted as well.
+        lenient = _drop_nulls(value, _inspect(kind))
+        return msgspec.convert(lenient, kind, strict=False), value
 
 
 def _mend_surrogate(escape: re.Match[bytes]) -> bytes:
@@ -173,14 +179,20 @@ def _drop_nulls(value: Any, kind: types.Type) -> Any:
                 if content is not None or name not in known or _may_be_null(known[name])
             }
         case types.ListType(item_type=item) if isinstance(value, list):
-            return [_drop_nulls(content, item) for content in value]
+            return [_drop_nulls(c, item) for c in value if c is not None or _takes_null(item)]
+        case types.DictType(value_type=item) if isinstance(value, dict):
+            return {n: c for n, c in value.items() if c is not None or _takes_null(item)}
         case _:
             return value
 
 
 def _may_be_null(field: types.Field) -> bool:
-    options = field.type.types if isinstance(field.type, types.UnionType) else (field.type,)
-    return field.required or any(isinstance(o, types.NoneType | types.AnyType) for o in options)
+    return field.required or _takes_null(field.type)
+
+
+def _takes_null(kind: types.Type) -> bool:
+    options = kind.types if isinstance(kind, types.UnionType) else (kind,)
+    return any(isinstance(o, types.NoneType | types.AnyType) for o in options)
 
 
 def refuse_unknown(names: Sequence[str]) -> None:
@@ -275,9 +287,10 @@ def _walk(value: Any, kind: types.Type, path: str) -> Iterator[str]:
 
 
 def _choose(value: Any, options: Iterable[types.Type]) -> types.Type | None:
-    """Return the option that a JSON value matches, if that option can have fields."""
+    """Return the option that a JSON value matches, if that option can hold others."""
     if isinstance(value, dict):
-        return next((o for o in options if isinstance(o, types.StructType)), None)
+        kinds = types.StructType | types.DictType
+        return next((o for o in options if isinstance(o, kinds)), None)
     if isinstance(value, list):
         return next((o for o in options if isinstance(o, types.ListType)), None)
     return None

@@ -4,7 +4,7 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ToolFunction
 from services.gateway.tools.harmony import FINAL_CHANNEL, THOUGHT_END
-from services.gateway.transcript import AnswerFormat, Transcript, find_answer_format
+from services.gateway.transcript import AnswerFormat, Beginning, Transcript, find_answer_format
 from services.gateway.turns import TurnFitter
 
 UNLIMITED = 2**31 - 1
@@ -48,6 +48,8 @@ class PromptInput:
     messages: list[ChatMessage] = field(default_factory=list)
     answer_start: str = ""
     """Beginning of the answer, which the client already has."""
+    answer_thought: str = ""
+    """The thought before it."""
     text: str = ""
     suffix: str = ""
     """Text after the continuation."""
@@ -147,16 +149,6 @@ class Choice:
         return self.is_limited or bool(self.end.stop_string)
 
 
-class _Beginning(NamedTuple):
-    """The beginning of an answer, after the prompt."""
-
-    text: str = ""
-    in_thought: bool = False
-    """True if a thought continues after it."""
-    in_answer: bool = False
-    """True if the answer itself has started."""
-
-
 class TaskPlanner:
     """Turns tasks into requests to the orchestrator, for one model."""
 
@@ -185,7 +177,7 @@ class TaskPlanner:
             one_call=task.one_call,
             opened=opened if thinks else None,
         )
-        if grammar.text and any(prompt.answer_start for prompt in task.prompts):
+        if grammar.text and any(p.answer_start or p.answer_thought for p in task.prompts):
             raise refuse_value(
                 "messages",
                 "an answer that must follow a schema or call a tool cannot be begun by the client:"
@@ -211,7 +203,7 @@ class TaskPlanner:
         index: int,
         request: Generate,
         grammar: AnswerGrammar,
-        beginning: "_Beginning",
+        beginning: Beginning,
     ) -> Choice:
         """Return one choice with the reader of its answer."""
         form = grammar.form
@@ -263,31 +255,15 @@ class TaskPlanner:
         ending = self._text.prompt_end(options)
         return ending.rfind(thoughts.start) > ending.rfind(thoughts.end)
 
-    def _begin(self, prompt: PromptInput, *, opened: bool, thinks: bool) -> "_Beginning":
-        """Return the beginning of the answer to a prompt.
-
-        Args:
-            prompt: with the client's beginning of the answer, if there is one.
-            opened: True if the prompt ends within a thought.
-            thinks: True if the model may think.
-        """
-        begun, thoughts = prompt.answer_start, self._format.thoughts
-        if self._format.harmony:
-            text = f"{FINAL_CHANNEL}{begun}" if begun else ""
-            return _Beginning(text, in_answer=bool(begun))
-        if thoughts is None or not prompt.messages:
-            return _Beginning(begun if prompt.messages else "")
-        if opened and (begun or not thinks) and thoughts.end not in begun:
-            if not begun.lstrip().startswith(thoughts.start):
-                return _Beginning(f"{thoughts.end}\n\n{begun}")
-            # The client continues the thought that the prompt opens.
-            begun = begun.lstrip().removeprefix(thoughts.start)
-        marks = begun.rfind(thoughts.start) - begun.rfind(thoughts.end)
-        in_thought = marks > 0 if marks else opened
-        return _Beginning(begun, in_thought=in_thought)
+    def _begin(self, prompt: PromptInput, *, opened: bool, thinks: bool) -> Beginning:
+        """Return the beginning of the answer to a prompt; a text is its own."""
+        if not prompt.messages:
+            return Beginning()
+        thought = prompt.answer_thought if thinks else ""
+        return self._format.begin(prompt.answer_start, thought, opened=opened, thinks=thinks)
 
     def _limit_thought(
-        self, task: Task, form: AnswerFormat, beginning: "_Beginning", after: str
+        self, task: Task, form: AnswerFormat, beginning: Beginning, after: str
     ) -> ThoughtLimit | None:
         budget = task.thinking.budget
         if budget is None or not (form.harmony or form.thoughts):

@@ -9,7 +9,7 @@ from services.gateway.reasoning import Thought, ThoughtFormat, ThoughtReader, fi
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ParsedCall, ToolFunction
 from services.gateway.tools.formats import ToolFormat, find_tool_format
-from services.gateway.tools.harmony import HarmonyReader
+from services.gateway.tools.harmony import FINAL_CHANNEL, HarmonyReader, write_thought
 from services.gateway.tools.reader import ToolReader
 
 Part = Thought | str | ParsedCall
@@ -64,6 +64,16 @@ class PartsReader:
         return [part for part in parts if part]
 
 
+class Beginning(NamedTuple):
+    """The beginning of an answer, after the prompt."""
+
+    text: str = ""
+    in_thought: bool = False
+    """True if a thought continues after it."""
+    in_answer: bool = False
+    """True if the answer itself has started."""
+
+
 class AnswerFormat(NamedTuple):
     """How a model writes thoughts and calls."""
 
@@ -94,6 +104,30 @@ class AnswerFormat(NamedTuple):
         thoughts = ThoughtReader(self.thoughts, opened=opened) if self.thoughts else None
         tools = ToolReader(functions, self.tools, bare_calls=bare_calls) if functions else None
         return PartsReader(thoughts, tools)
+
+    def begin(self, start: str, thought: str, *, opened: bool, thinks: bool) -> Beginning:
+        """Return the beginning of an answer; a thought without a text goes on.
+
+        Args:
+            start, thought: what the client has of the answer.
+            opened: True if the prompt ends within a thought.
+            thinks: True if the model may think.
+        """
+        if self.harmony:
+            text = f"{write_thought(thought)}{FINAL_CHANNEL}{start}" if start else ""
+            return Beginning(text, in_answer=bool(start))
+        if self.thoughts is None:
+            return Beginning(start)
+        mark, end, _ = self.thoughts
+        if thought:
+            start = f"{mark}\n{thought}" + (f"\n{end}\n\n{start}" if start else "")
+        if opened and start.lstrip().startswith(mark):
+            # The client has the thought that the prompt opens.
+            start = start.lstrip().removeprefix(mark)
+        elif opened and (start or not thinks) and end not in start:
+            return Beginning(f"{end}\n\n{start}")
+        marks = start.rfind(mark) - start.rfind(end)
+        return Beginning(start, in_thought=marks > 0 if marks else opened)
 
 
 def find_answer_format(text: ModelText) -> AnswerFormat:

@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from protocol.messages import ChatMessage, Sampling
-from services.gateway.body import decode_body
-from services.gateway.dialects.content import Content, join_text, refuse_media_alone
+from services.gateway.body import check_free_form, decode_body
+from services.gateway.dialects.content import (
+    Part,
+    is_thought,
+    join_text,
+    list_parts,
+    name_unknown,
+    read_role,
+    read_thought,
+    refuse_media_alone,
+)
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -16,7 +25,9 @@ from services.gateway.dialects.openai import (
     FunctionName,
     SamplingFields,
     Stop,
+    ToolChoice,
     choose_functions,
+    continue_answer,
     describe_call,
     list_stops,
     normalise_effort,
@@ -27,42 +38,6 @@ from services.gateway.dialects.openai import (
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import MAX_ANSWERS, PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
-
-
-class CalledCustom(Fields, frozen=True, kw_only=True):
-    """A call of a tool that takes a text."""
-
-    name: str
-    input: str = ""
-
-
-class CalledFunction(Fields, frozen=True, kw_only=True):
-    """The function that the assistant called, and its arguments."""
-
-    name: str = ""
-    arguments: str | dict[str, Any] | None = None
-
-
-class EarlierCall(Fields, frozen=True, kw_only=True):
-    """One call in an assistant's message of an earlier turn."""
-
-    id: str = ""
-    type: str = "function"
-    function: CalledFunction | None = None
-    custom: CalledCustom | None = None
-
-
-class Turn(Fields, frozen=True, kw_only=True):
-    """One message."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = None
-    name: str | None = None
-    tool_calls: list[EarlierCall] | None = None
-    function_call: CalledFunction | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
 
 
 class FunctionFields(Fields, frozen=True, kw_only=True):
@@ -83,38 +58,6 @@ class Tool(Fields, frozen=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class NamedFunction(Fields, frozen=True, kw_only=True):
-    """A function by its name."""
-
-    name: str
-
-
-class ToolReference(Fields, frozen=True, kw_only=True):
-    """One of the tools that may be called."""
-
-    type: str = "function"
-    function: NamedFunction | None = None
-
-
-class AllowedTools(Fields, frozen=True, kw_only=True):
-    """The subset of the tools that may be called now."""
-
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[ToolReference], msgspec.Meta(max_length=MAX_TOOLS)] = msgspec.field(
-        default_factory=list
-    )
-
-
-class ToolChoice(Fields, frozen=True, kw_only=True):
-    """The one tool that must be called, or those that may be."""
-
-    type: str
-    function: NamedFunction | None = None
-    name: str | None = None
-    """Its place in the responses API."""
-    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchema(Fields, frozen=True, kw_only=True):
@@ -158,7 +101,7 @@ TopLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=20)]
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
-    messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
@@ -174,7 +117,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionFields], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     """What tools were called before there were others; one is called at a time."""
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    function_call: Literal["none", "auto"] | ToolChoice | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -204,7 +147,9 @@ def parse_chat(
     task = Task(
         prompts=[_read_prompt(request, unknown)],
         model=request.model,
-        sampling=read_sampling(request, defaults, logprobs=_read_logprobs(request)),
+        sampling=read_sampling(
+            request, defaults, logprobs=read_logprobs(request.logprobs, request.top_logprobs)
+        ),
         max_tokens=read_max_tokens(
             max_completion_tokens=request.max_completion_tokens,
             max_tokens=request.max_tokens,
@@ -241,37 +186,72 @@ def read_max_tokens(**fields: int | None) -> int | None:
 
 
 def _read_prompt(request: ChatRequest, unknown: list[str]) -> PromptInput:
-    messages = [_read_turn(turn, unknown) for turn in request.messages]
-    refuse_media_alone(request.messages[-1].content, f"messages[{len(messages) - 1}].content")
-    answer_start = ""
+    messages = [
+        _read_turn(turn, unknown, f"messages[{number}]")
+        for number, turn in enumerate(request.messages)
+    ]
+    refuse_media_alone(
+        request.messages[-1].get("content"), f"messages[{len(messages) - 1}].content"
+    )
     if request.continue_final_message and messages[-1].role == "assistant":
-        answer_start = messages.pop().content
-        if not messages:
+        if messages[-1].tool_calls:
+            raise invalid("messages", "a message that calls a tool cannot be continued")
+        if len(messages) == 1:
             raise invalid("messages", "there is nothing before the message to be continued")
-    return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
+        return continue_answer(messages, unknown)
+    return PromptInput(messages=system_first(messages, unknown))
 
 
-def _read_turn(turn: Turn, unknown: list[str]) -> ChatMessage:
-    role = {"developer": "system", "function": "tool"}.get(turn.role, turn.role)
-    content = join_text(turn.content, unknown, "messages[].content[]")
-    calls = [*(turn.tool_calls or []), EarlierCall(function=turn.function_call)]
-    described = [call for call in map(_describe_earlier, calls) if call is not None]
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "thinking")
+"""Where servers put a message's thought, often in several places at once."""
+_READ = {
+    *("role", "content", "name", "refusal", "tool_calls", "function_call", "tool_call_id"),
+    *_THOUGHTS,
+}
+"""A message's fields. They may have any type, since the message comes again with every turn."""
+
+
+def _read_turn(turn: Part, unknown: list[str], where: str) -> ChatMessage:
+    check_free_form(turn, where)
+    name_unknown(turn, _READ, unknown, "messages[]")
+    role, parts = read_role(turn.get("role"), where), list_parts(turn.get("content"))
+    thoughts = [part for part in parts if role == "assistant" and is_thought(part)]
+    content = join_text([p for p in parts if p not in thoughts], unknown, "messages[].content[]")
+    refusal = turn.get("refusal")
     return ChatMessage(
         role,
-        "\n".join(filter(None, (content, turn.refusal))),
-        name=turn.name or "",
-        tool_calls=described,
-        tool_call_id=turn.tool_call_id or "",
-        reasoning_content=turn.reasoning_content or "",
+        "\n".join(filter(None, (content, refusal if isinstance(refusal, str) else ""))),
+        name=str(turn.get("name") or ""),
+        tool_calls=_read_calls(turn, unknown),
+        tool_call_id=str(turn.get("tool_call_id") or ""),
+        reasoning_content=_find_thought(turn, unknown) or read_thought(thoughts),
     )
 
 
-def _describe_earlier(call: EarlierCall) -> dict[str, Any] | None:
-    if call.function is not None:
-        return describe_call(call.id, call.function.name, call.function.arguments)
-    if call.custom is not None:
-        return describe_call(call.id, call.custom.name, {"input": call.custom.input})
-    return None
+def _find_thought(turn: Part, unknown: list[str]) -> str:
+    """Return the first of a message's thoughts; other places have the same, or nothing to read."""
+    texts = {name: read_thought(turn[name]) for name in _THOUGHTS if turn.get(name)}
+    first = next((name for name, text in texts.items() if text), "")
+    unknown += [f"messages[].{name}" for name in texts if name != first]
+    return texts.get(first, "")
+
+
+def _read_calls(turn: Part, unknown: list[str]) -> list[dict[str, Any]]:
+    calls, function = turn.get("tool_calls"), turn.get("function_call")
+    calls = [*(calls if isinstance(calls, list) else [calls]), function and {"function": function}]
+    described: list[dict[str, Any]] = []
+    for call in filter(None, calls):
+        places = ("function", "custom", str(call.get("type"))) if isinstance(call, dict) else ()
+        called = next((call[p] for p in places if isinstance(call.get(p), dict)), call)
+        called = called if isinstance(called, dict) else {}
+        name, arguments = str(called.get("name") or ""), called.get("arguments")
+        if arguments is None and "input" in called:
+            arguments = {"input": called["input"] or ""}
+        if name or arguments:
+            described.append(describe_call(str(call.get("id") or ""), name, arguments))
+        else:
+            unknown.append("messages[].tool_calls[]")
+    return described
 
 
 def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
@@ -281,7 +261,7 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
         for function in [*_list_functions(request.tools or [], unknown), *(request.functions or [])]
     ]
     choice: Any = request.tool_choice
-    if choice is None and isinstance(request.function_call, NamedFunction):
+    if choice is None and isinstance(request.function_call, ToolChoice):
         choice = ToolChoice(type="function", function=request.function_call)
     match choice or request.function_call:
         case "none" | ToolChoice(type="none"):
@@ -290,11 +270,11 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
             return functions, True
         case "auto" | ToolChoice(type="auto"):
             return functions, False
-        case ToolChoice(allowed_tools=AllowedTools(mode=mode, tools=tools)):
-            names = [tool.function.name for tool in tools if tool.function]
+        case ToolChoice(allowed_tools=ToolChoice(mode=mode, tools=tools)):
+            names = [name for t in tools if (name := t.name or (t.function and t.function.name))]
             return choose_functions(functions, names, "tool_choice"), mode == "required"
         case (
-            ToolChoice(function=NamedFunction(name=name))
+            ToolChoice(function=ToolChoice(name=str(name)))
             | ToolChoice(type="function", name=str(name))
         ):
             return choose_functions(functions, [name], "tool_choice"), True
@@ -342,10 +322,6 @@ def _read_thinking(request: ChatRequest) -> Thinking:
     return Thinking(
         enabled=enabled, effort=normalise_effort(request.reasoning_effort), budget=budget
     )
-
-
-def _read_logprobs(request: ChatRequest) -> int | None:
-    return read_logprobs(request.logprobs, request.top_logprobs)
 
 
 def read_logprobs(wanted: bool | int | None, best: int | None) -> int | None:  # noqa: FBT001

@@ -23,7 +23,8 @@ _OPAQUE = re.compile(
 )
 """Fields without meaning for a model: ids, signatures, bytes."""
 _BYTES = re.compile(r"(?:data:[^,]*,)?[A-Za-z0-9+/_=-]{256,}|data:[^,\s]*;base64,\S*")
-_BARE = {"text", "content", "output", "outputs", "result", "results", "thinking", "refusal"}
+_BARE = {"text", "value", "content", "thinking", "refusal"}
+_BARE |= {"output", "outputs", "result", "results"}
 """Fields whose values need no label."""
 
 
@@ -33,14 +34,44 @@ _KINDS = {"image": "images", "audio": "audio", "video": "videos", "file": "files
 
 Part = dict[str, Any]
 """A decoded content block or item."""
-Content = str | list[str | Part] | Part | None
-"""The content of a message: a text, or blocks of any types, which may be texts."""
+
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"developer": "system", "human": "user", "unknown": "user"},
+    **dict.fromkeys(("model", "ai", "bot", "critic", "discriminator"), "assistant"),
+    **dict.fromkeys(("function", "ipython", "observation"), "tool"),
+}
+"""The roles of several servers and templates."""
 
 
-def list_parts(content: Any) -> list[Any]:
-    """Return the content's blocks; a text is a block of its own."""
+def read_role(role: Any, where: str) -> str:
+    """Return the role as templates know it; raises ApiError for one that no server has."""
+    name = _ROLES.get(str(role or "user").lower())
+    if name is None:
+        raise invalid(f"{where}.role", f"there is no role {str(role)[:40]!r}")
+    return name
+
+
+def list_parts(content: Any) -> list[Part]:
+    """Return the content's blocks; a text, or any other value, is a block of its own."""
     parts = content if isinstance(content, list) else [] if content is None else [content]
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    texts = ({"type": "text", "text": p} if isinstance(p, str) else p for p in parts)
+    return [part if isinstance(part, dict) else {"text": part} for part in texts]
+
+
+def read_thought(value: Any) -> str:
+    """Return the text of a thought in any server's form; what is encrypted has none."""
+    if isinstance(value, dict):
+        places = ("thinking", "text", "summary", "content")
+        return next(filter(None, (read_thought(value.get(name)) for name in places)), "")
+    if isinstance(value, list):
+        return "".join(map(read_thought, value))
+    return value if isinstance(value, str) else ""
+
+
+def is_thought(part: Part) -> bool:
+    """Return True if a part of an assistant's content is a thought."""
+    return part.get("type") in ("thinking", "reasoning")
 
 
 def join_text(content: Any, ignored: list[str], where: str, separator: str = "") -> str:
@@ -53,13 +84,13 @@ def join_text(content: Any, ignored: list[str], where: str, separator: str = "")
         separator: between text parts; other parts get their own lines.
 
     Raises:
-        ApiError: a field of a part has an impossible type.
+        ApiError: a part is nested too deeply.
     """
     if isinstance(content, str):
         return content
     joined, ends_line = "", True
     for part in list_parts(content):
-        is_text = isinstance(part, dict) and part.get("type") in TEXTS
+        is_text = part.get("type") in TEXTS
         text = _read_text_part(part, ignored, where) if is_text else to_text(part, ignored, where)
         if joined and text:
             joined += separator if is_text and not ends_line else "\n"
@@ -71,9 +102,7 @@ def join_text(content: Any, ignored: list[str], where: str, separator: str = "")
 def _read_text_part(part: Part, ignored: list[str], where: str) -> str:
     name_unknown(part, {"type", "text", "refusal"}, ignored, where)
     text = part.get("text") or part.get("refusal") or ""
-    if not isinstance(text, str):
-        raise invalid(where, "expected a text")
-    return text
+    return text if isinstance(text, str) else to_text(text, ignored, where)
 
 
 def is_opaque(field: str) -> bool:
@@ -94,7 +123,7 @@ def refuse_media_alone(content: Any, where: str) -> None:
     Only the message to be answered is checked: an image in an earlier turn must not end a
     conversation.
     """
-    parts = [part for part in list_parts(content) if isinstance(part, dict)]
+    parts = list_parts(content)
     kinds = [str(part.get("type") or "") for part in parts]
     if parts and all(
         _is_media(kind) and not _find_plain_text(p) for kind, p in zip(kinds, parts, strict=True)

@@ -47,6 +47,11 @@ class Conversations:
         stored = self._stored.get(name)
         return stored.body if stored else None
 
+    def item(self, name: str) -> dict[str, Any] | None:
+        """Return an item of a response's output."""
+        body = self.body(f"resp_{name.partition('_')[2][:24]}")  # what both ids have in common
+        return next((item for item in body["output"] if item["id"] == name), None) if body else None
+
     def forget(self, name: str) -> bool:
         """Drop a response; return True if there was one."""
         stored = self._stored.pop(name, None)

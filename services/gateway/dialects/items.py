@@ -12,19 +12,20 @@ from services.gateway.dialects.content import (
     is_opaque,
     join_text,
     name_unknown,
+    read_role,
+    read_thought,
     to_text,
 )
 from services.gateway.dialects.openai import Fields, FunctionName, describe_call
-from services.gateway.errors import invalid
 from services.gateway.tools.calls import ToolFunction
 
 CALL_PREFIX = "call_"
 TOOL_ITEMS = ("additional_tools", "tool_search_output")
 """Items that add tools."""
-_EXTERNAL = ("mcp_list_tools", "item_reference")
+_REFERENCE = "item_reference"
+_EXTERNAL = ("mcp_list_tools", _REFERENCE)
 """Items that refer to tools and items of another server."""
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _KNOWN = {
     "message": {"type", "id", "status", "role", "content"},
     "reasoning": {"type", "id", "status", "content", "summary"},
@@ -60,7 +61,8 @@ def add_item(messages: list[ChatMessage], item: Part, unknown: list[str]) -> Non
 
 def _read_item(item: Part, unknown: list[str]) -> list[ChatMessage]:
     """Return the messages of an item of any type; dropped parts are recorded."""
-    kind = str(item.get("type") or "message")
+    check_free_form(item, "input")
+    kind = str(item.get("type") or ("message" if {"role", "content"} & item.keys() else _REFERENCE))
     if known := _KNOWN.get(kind):
         name_unknown(item, known, unknown, "input[]")
     if kind == "message":
@@ -69,7 +71,7 @@ def _read_item(item: Part, unknown: list[str]) -> list[ChatMessage]:
         content, summary = item.get("content"), item.get("summary")
         if content and summary:
             unknown.append("input[].summary")
-        thought = _read_content(content or summary, unknown)
+        thought = read_thought(content or summary)
         return [ChatMessage("assistant", "", reasoning_content=thought)] if thought else []
     if kind in TOOL_ITEMS or kind in _EXTERNAL:
         return _read_tool_item(item, kind, unknown)
@@ -82,10 +84,8 @@ def _read_item(item: Part, unknown: list[str]) -> list[ChatMessage]:
 
 
 def _read_message(item: Part, unknown: list[str]) -> ChatMessage:
-    role = _ROLES.get(str(item.get("role") or "user"))
-    if role is None:
-        raise invalid("input", f"there is no role {item['role']!r}")
-    return ChatMessage(role, _read_content(item.get("content"), unknown))
+    content = join_text(item.get("content"), unknown, "input[].content[]")
+    return ChatMessage(read_role(item.get("role"), "input[]"), content)
 
 
 def _read_tool_item(item: Part, kind: str, unknown: list[str]) -> list[ChatMessage]:
@@ -99,15 +99,8 @@ def _read_tool_item(item: Part, kind: str, unknown: list[str]) -> list[ChatMessa
     return [ChatMessage("tool", "\n".join(names), tool_call_id=_call_id(item))]
 
 
-def _read_content(content: Any, unknown: list[str]) -> str:
-    if content is not None and not isinstance(content, str | list | dict):
-        raise invalid("input", "expected a text or a list of parts")
-    return join_text(content, unknown, "input[].content[]")
-
-
 def _read_call(item: Part, kind: str, unknown: list[str]) -> list[ChatMessage]:
     """Return the call of any tool; one that ran elsewhere includes its result."""
-    check_free_form(item, "input")
     name = join_name(item.get("namespace") or item.get("server_label"), item.get("name") or kind)
     rest = {
         field: value

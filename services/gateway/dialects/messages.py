@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from protocol.messages import ChatMessage, Sampling
-from services.gateway.body import decode_body, to_field_error
+from services.gateway.body import check_free_form, decode_body, to_field_error
 from services.gateway.dialects.content import (
-    Content,
     Part,
     join_text,
     list_parts,
     name_unknown,
+    read_role,
+    read_thought,
     refuse_media_alone,
 )
 from services.gateway.dialects.openai import (
@@ -23,6 +24,7 @@ from services.gateway.dialects.openai import (
     FunctionName,
     StopString,
     choose_functions,
+    continue_answer,
     describe_call,
     normalise_effort,
     system_first,
@@ -37,8 +39,8 @@ CALL_PREFIX = "toolu_"
 class MessageTurn(Fields, frozen=True, kw_only=True):
     """One message."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Content = None
+    role: Any = None
+    content: Any = None
 
 
 class MessageTool(Fields, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ class CountRequest(Fields, frozen=True, kw_only=True):
 
     messages: Annotated[list[MessageTurn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: Content = None
+    system: Any = None
     tools: Annotated[list[MessageTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -152,12 +154,11 @@ def _read_prompt(request: CountRequest, unknown: list[str]) -> PromptInput:
     for turn in request.messages:
         messages += _read_turn(turn, unknown)
     refuse_media_alone(request.messages[-1].content, "messages")
-    answer_start = ""
     last = messages[-1]
     # An answer started by the client is continued.
     if last.role == "assistant" and not last.tool_calls and len(messages) > 1:
-        answer_start = messages.pop().content
-    return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
+        return continue_answer(messages, unknown)
+    return PromptInput(messages=system_first(messages, unknown))
 
 
 def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
@@ -166,20 +167,22 @@ def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
     Calls of tools on servers have their results inside the assistant's message, which continues
     after them; for a template these are several messages.
     """
+    role = read_role(turn.role, "messages[]")
+    check_free_form(turn.content, "messages")
     if isinstance(turn.content, str):
-        return [ChatMessage(turn.role, turn.content)]
+        return [ChatMessage(role, turn.content)]
     messages: list[ChatMessage] = []
     open_turn: list[Part] = []
     for block in list_parts(turn.content):
         if not str(block.get("type")).endswith("tool_result"):
             open_turn.append(block)
             continue
-        if turn.role == "assistant" and open_turn:
-            messages.append(_read_blocks(turn.role, open_turn, unknown))
+        if role == "assistant" and open_turn:
+            messages.append(_read_blocks(role, open_turn, unknown))
             open_turn = []
         messages.append(_read_result(block, unknown))
     if open_turn or not messages:
-        message = _read_blocks(turn.role, open_turn, unknown)
+        message = _read_blocks(role, open_turn, unknown)
         if message.content or message.tool_calls or message.reasoning_content or not messages:
             messages.append(message)
     return messages
@@ -191,7 +194,7 @@ def _read_blocks(role: str, blocks: list[Part], unknown: list[str]) -> ChatMessa
     for block in blocks:
         if known := _KNOWN.get(str(block.get("type"))):
             name_unknown(block, known, unknown, _WHERE)
-    thought = [str(b.get("thinking") or "") for b in blocks if b.get("type") == "thinking"]
+    thought = [read_thought(b) for b in blocks if b.get("type") == "thinking"]
     return ChatMessage(
         role,
         join_text(texts, unknown, _WHERE, "\n"),

@@ -1,13 +1,13 @@
 """Shared by OpenAI's three APIs: fields of requests, tools, and the figures of answers."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling, Status
 from services.gateway.errors import invalid, refuse_value
-from services.gateway.task import EFFORTS, Choice, Effort, make_sampling
+from services.gateway.task import EFFORTS, Choice, Effort, PromptInput, make_sampling
 from services.gateway.tools.calls import ToolFunction, complete_json
 
 MAX_MESSAGES = 4096
@@ -25,6 +25,18 @@ FunctionName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all fields: undeclared fields are dropped (see `body`)."""
+
+
+class ToolChoice(Fields, frozen=True, kw_only=True):
+    """The one tool that must be called, or those that may be: in the places of both APIs."""
+
+    type: str = "function"
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list["ToolChoice"], msgspec.Meta(max_length=MAX_TOOLS)] = []
+    function: "ToolChoice | None" = None
+    allowed_tools: "ToolChoice | None" = None
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
@@ -143,7 +155,8 @@ def describe_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
             # A truncated call sent back, or invalid JSON.
             completed = msgspec.json.decode(complete_json(arguments))
             arguments = completed or ({} if arguments.strip() == "{" else arguments)
-    arguments = arguments if isinstance(arguments, dict) else {"input": arguments}
+    if not isinstance(arguments, dict):
+        arguments = {} if arguments is None else {"input": arguments}
     function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": call_id, "function": function}
 
@@ -166,6 +179,16 @@ def system_first(messages: list[ChatMessage], unknown: list[str]) -> list[ChatMe
         return messages
     joined = "\n\n".join(filter(None, texts))
     return [*([ChatMessage("system", joined)] if joined else []), *messages[count:]]
+
+
+def continue_answer(messages: list[ChatMessage], unknown: list[str]) -> PromptInput:
+    """Return the prompt that the last message, an assistant's, begins the answer to."""
+    *before, last = messages
+    return PromptInput(
+        messages=system_first(before, unknown),
+        answer_start=last.content,
+        answer_thought=last.reasoning_content,
+    )
 
 
 _HEADER = re.compile(r"(x-[a-z0-9]+(?:-[a-z0-9]+)+):[^\n]*(?:\n|\Z)")

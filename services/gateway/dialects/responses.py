@@ -15,6 +15,7 @@ from services.gateway.dialects.openai import (
     Count,
     Fields,
     SamplingFields,
+    ToolChoice,
     choose_functions,
     list_stops,
     normalise_effort,
@@ -25,16 +26,6 @@ from services.gateway.dialects.openai import (
 from services.gateway.errors import ApiError, invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
-
-
-class ResponsesToolChoice(Fields, frozen=True, kw_only=True):
-    """The one tool that must be called, or those that may be."""
-
-    type: str
-    name: str | None = None
-    namespace: str | None = None
-    mode: Literal["auto", "required"] = "auto"
-    tools: list["ResponsesToolChoice"] = msgspec.field(default_factory=list)
 
 
 class TextFormat(Fields, frozen=True, kw_only=True):
@@ -63,7 +54,7 @@ class ReasoningConfig(Fields, frozen=True, kw_only=True):
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
-    input: str | Annotated[list[str | Part], msgspec.Meta(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[Any], msgspec.Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -71,7 +62,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     stop: str | list[str] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required", "any"] | ResponsesToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -130,7 +121,9 @@ def _read_input(
         messages += earlier
     items = _list_items(request)
     for item in items:
-        add_item(messages, item, unknown)
+        is_reference = item.get("type") in (None, "item_reference")
+        stored = conversations.item(str(item.get("id"))) if is_reference else None
+        add_item(messages, stored or item, unknown)
     refuse_media_alone(items[-1].get("content") if items else None, "input")
     if not any(message.role != "system" for message in messages):
         raise invalid("input", "there is nothing to answer")
@@ -140,7 +133,7 @@ def _read_input(
 def _list_items(request: ResponsesRequest) -> list[Part]:
     """Return the items of the input; a text is a message of the user."""
     items = [request.input] if isinstance(request.input, str) else request.input
-    return [{"content": item} if isinstance(item, str) else item for item in items]
+    return [item if isinstance(item, dict) else {"content": item} for item in items]
 
 
 def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
@@ -151,20 +144,20 @@ def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[T
             return [], False
         case "required" | "any":
             return functions, True
-        case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=tools):
+        case ToolChoice(type="allowed_tools", mode=mode, tools=tools):
             names = [_full_name(tool) for tool in tools if tool.name]
             return choose_functions(functions, names, "tool_choice"), mode == "required"
-        case ResponsesToolChoice(type="function" | "custom"):
+        case ToolChoice(type="function" | "custom"):
             return choose_functions(
                 functions, [_full_name(request.tool_choice)], "tool_choice"
             ), True
-        case ResponsesToolChoice(type=kind):
+        case ToolChoice(type=kind):
             raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
         case _:
             return functions, False
 
 
-def _full_name(chosen: ResponsesToolChoice) -> str:
+def _full_name(chosen: ToolChoice) -> str:
     return join_name(chosen.namespace, chosen.name)
 
 

@@ -21,6 +21,11 @@ _END = re.compile(r"<\|(?:end|call|return|start|channel)\|>")
 _LONGEST_MARK = len("<|constrain|>")
 
 
+def write_thought(thought: str) -> str:
+    """Return a thought as these models write it; empty for none."""
+    return f"<|channel|>analysis{_MESSAGE}{thought}{THOUGHT_END}" if thought else ""
+
+
 class HarmonyReader:
     """Splits a streamed answer into thoughts, text and calls."""
 

@@ -115,9 +115,9 @@ class Desk:
         self.planner = TaskPlanner(ModelText(self.folder))
 
     def plan(self, messages: list[ChatMessage] | None = None, **fields: Any) -> Choice:
-        start = fields.pop("answer_start", "")
+        start, thought = fields.pop("answer_start", ""), fields.pop("answer_thought", "")
         asked = messages or [ChatMessage("user", "hello")]
-        prompt = PromptInput(messages=asked, answer_start=start)
+        prompt = PromptInput(messages=asked, answer_start=start, answer_thought=thought)
         [choice] = self.planner.plan(Task(prompts=[prompt], sampling=Sampling(), **fields))
         return choice
 
@@ -214,6 +214,26 @@ def test_an_answer_that_was_begun_goes_on(tmp_path: Path, name: str) -> None:
         choice = desk.plan(answer_start="<think>\nI")
         assert choice.request.answer_start == ("\nI" if desk.family.opened else "<think>\nI")
         assert read(choice, " see</think>\n\nOne") == [("thought", "see"), ("text", "One")]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_thought_that_was_begun_goes_on(tmp_path: Path, name: str) -> None:
+    """The client's thought is written as the family writes its own, once, also if it is all."""
+    desk = Desk(tmp_path, name)
+    whole = desk.plan(answer_start="One", answer_thought="hm {")
+    assert whole.request.answer_start.count("hm {") == bool(desk.family.thought)
+    assert read(whole, ", two.") == [("text", ", two.")]
+    if not desk.family.thought.endswith("</think>\n\n"):
+        return
+    opening = "" if desk.family.opened else "<think>"
+    assert whole.request.answer_start == f"{opening}\nhm {{\n</think>\n\nOne"
+    alone = desk.plan(answer_thought="hm {")
+    assert alone.request.answer_start == f"{opening}\nhm {{"
+    assert read(alone, " so</think>\n\nOne") == [("thought", "so"), ("text", "One")]
+    off = desk.plan(answer_start="One", answer_thought="hm {", thinking=Thinking(enabled=False))
+    assert "hm {" not in off.request.answer_start
+    with pytest.raises(ApiError, match="cannot be begun by the client"):
+        desk.plan(answer_thought="hm {", schema=SCHEMA)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

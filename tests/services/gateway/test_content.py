@@ -23,12 +23,13 @@ from openai.types.chat import (
 )
 from openai.types.responses import ResponseInputItemParam, ToolParam
 
-from protocol.messages import Sampling
+from protocol.messages import ChatMessage, Sampling
 from services.gateway.body import to_header
 from services.gateway.dialects.chat import parse_chat
 from services.gateway.dialects.conversations import Conversations
 from services.gateway.dialects.messages import parse_messages
 from services.gateway.dialects.responses import parse_responses
+from services.gateway.errors import ApiError
 from services.gateway.task import Task
 
 SILENT = re.compile(
@@ -212,3 +213,97 @@ def test_documents_that_are_text_are_read() -> None:
         task = read("messages", ask_messages({"type": "document", "source": source}, "user"))
         assert task.prompts[0].messages[1].content == "the words"
         assert not task.unknown
+
+
+def said(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "x", **fields}
+
+
+THOUGHTS: list[dict[str, Any]] = [
+    said(reasoning_content="hm"),
+    said(reasoning="hm"),
+    said(reasoning="hm", reasoning_details=[{"type": "reasoning.text", "text": "hm"}]),
+    said(reasoning_details=[{"type": "reasoning.summary", "summary": "hm", "format": "a"}]),
+    said(thinking_blocks=[{"type": "thinking", "thinking": "hm", "signature": "s"}]),
+    said(reasoning_content=["h", {"text": "m"}]),
+    said(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "x"]),
+    said(content=[{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "x"}]),
+]
+
+
+def test_thoughts_are_known_by_the_names_of_all_servers() -> None:
+    """Those of vLLM, mlx-lm, OpenRouter, LiteLLM and Mistral, alone or in several places."""
+    for turn in THOUGHTS:
+        task = read("chat", {"messages": [*LATER, turn, *LATER]})
+        message = task.prompts[0].messages[1]
+        assert (message.content, message.reasoning_content) == ("x", "hm"), turn
+    sealed = said(reasoning_details=[{"type": "reasoning.encrypted", "data": "AAAA"}])
+    task = read("chat", {"messages": [*LATER, sealed, *LATER]})
+    assert to_header(task.unknown) == "messages[].reasoning_details"
+
+
+ODD: list[tuple[str, Any, str]] = [
+    ("chat", {"role": "tool", "tool_call_id": 7, "content": 42}, "42"),
+    ("chat", {"role": "tool", "content": ["a", 1, None, True, {"k": "v"}]}, "k: v"),
+    ("chat", {"role": "model", "content": "word", "name": 3}, "word"),
+    ("chat", {"role": "ipython", "content": {"text": {"value": "word"}}}, "word"),
+    ("chat", {"role": "USER", "content": [["word"]]}, "word"),
+    ("chat", {"content": "word", "refusal": False}, "word"),
+    (
+        "chat",
+        said(tool_calls=[{"id": 5, "function": {"name": "f", "arguments": ["word"]}}]),
+        "word",
+    ),
+    ("chat", said(tool_calls={"function": {"name": "f", "arguments": {"a": "word"}}}), "word"),
+    ("chat", said(tool_calls=[{"type": "mcp", "mcp": {"name": "f", "arguments": "word"}}]), "word"),
+    ("chat", said(tool_calls=[{"name": "f", "arguments": {"a": "word"}}, "x"]), "word"),
+    ("messages", {"role": "developer", "content": 5}, "5"),
+    ("messages", {"role": "tool", "content": "word"}, "word"),
+    ("messages", {"role": "user", "content": [None, 5, ["word"]]}, "word"),
+    ("messages", said(content=[{"type": "text", "text": {"value": "word"}}]), "word"),
+    ("messages", said(content=[{"type": "thinking", "thinking": ["word"]}]), "word"),
+    ("responses", {"role": "critic", "content": "word"}, "word"),
+    ("responses", {"role": "tool", "content": 5}, "5"),
+    ("responses", ["word"], "word"),
+    ("responses", {"role": "user", "content": [{"type": "input_text", "text": 5}]}, "5"),
+]
+
+
+def test_values_of_odd_types_do_not_lock_a_conversation() -> None:
+    """A history holds what some server once accepted: it is shown, whatever its type."""
+    for door, turn, word in ODD:
+        field = "input" if door == "responses" else "messages"
+        task = read(door, {field: [*LATER, turn, *LATER], "max_tokens": 5})
+        assert word in shown(task), turn
+        assert shown(task).count("and now?") == 2, turn
+
+
+def test_items_are_known_by_their_ids() -> None:
+    """A reference to an item of a stored response is that item; any other is named."""
+    conversations = Conversations()
+    output = {"type": "message", "id": f"msg_{'a' * 24}0", "role": "assistant", "content": "word"}
+    conversations.keep(f"resp_{'a' * 24}", [], {"output": [output]})
+    for reference in ({"type": "item_reference", "id": output["id"]}, {"id": output["id"]}):
+        body = msgspec.json.encode({"input": [*LATER, reference, *LATER]})
+        task, _ = parse_responses(body, Sampling(), conversations)
+        assert task.prompts[0].messages[1] == ChatMessage("assistant", "word")
+        assert not task.unknown
+    for name in ("", "msg_", f"msg_{'a' * 24}1", f"msg_{'b' * 24}0"):
+        body = msgspec.json.encode({"input": [*LATER, {"id": name}, *LATER]})
+        task, _ = parse_responses(body, Sampling(), conversations)
+        assert task.unknown == ["input[].item_reference"]
+        assert len(task.prompts[0].messages) == 2
+
+
+def test_a_begun_answer_keeps_its_thought() -> None:
+    """With a text after it or alone; a message that calls something cannot go on."""
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    for parts, start in (([thought], ""), ([thought, {"type": "text", "text": "So"}], "So")):
+        last = {"role": "assistant", "content": parts}
+        for door in ("messages", "chat"):
+            body = {"messages": [*LATER, last], "continue_final_message": True, "max_tokens": 5}
+            [prompt] = read(door, body).prompts
+            assert (prompt.answer_thought, prompt.answer_start) == ("hm", start)
+    called = said(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
+    with pytest.raises(ApiError, match="cannot be continued"):
+        read("chat", {"messages": [*LATER, called], "continue_final_message": True})

@@ -1,6 +1,7 @@
 """Requests as clients of other servers send them, and the ranges that APIs publish."""
 
 import contextlib
+import gzip
 import http.client
 import json
 import re
@@ -17,6 +18,7 @@ from tests.services.gateway.scripted import ScriptedClient, serving, write_templ
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -54,9 +56,9 @@ class Server:
         body = {**LEAST.get(normalise_path(path), {}), **fields}
         return self.post_bytes(path, json.dumps(body).encode())
 
-    def post_bytes(self, path: str, body: bytes) -> Response:
+    def post_bytes(self, path: str, body: bytes, headers: dict[str, str] = JSON) -> Response:
         self._stub.texts = self.texts * 128
-        self._line.request("POST", path, body, {"Content-Type": "application/json"})
+        self._line.request("POST", path, body, headers)
         return self._read()
 
     def get(self, path: str) -> Response:
@@ -100,6 +102,12 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"stop": ["x", ""]}),
     (CHAT, {"max_tokens": None, "n": None, "seed": None, "logit_bias": None, "tools": None}),
     (CHAT, {"max_tokens": -1}),
+    (CHAT, {"max_tokens": 5.0, "seed": "7", "top_k": 40.0, "temperature": "0.5", "n": 1e0}),
+    (CHAT, {"logit_bias": {"5": "1", "6": None}, "stop": ["x", None], "stream": 0}),
+    (CHAT, {"tools": [None, TOOL], "messages": [*HELLO, None, *HELLO]}),
+    (TEXT, {"n_predict": 4.0, "logprobs": "2", "top_p": "0.9"}),
+    (MESSAGES, {"max_tokens": "5", "stop_sequences": ["x", None]}),
+    (RESPONSES, {"max_output_tokens": 5.0, "metadata": {"a": None}}),
     (CHAT, {"n_predict": -1, "cache_prompt": True, "id_slot": -1, "keep_alive": "5m"}),
     (CHAT, {"top_logprobs": -1}),
     (CHAT, {"top_logprobs": -1, "logprobs": False}),
@@ -333,3 +341,6 @@ def test_bodies_and_paths_as_they_come(server: Server) -> None:
     assert normalise_path("/v1/models//folder/large") == "/v1/models//folder/large"
     assert server.get("/").headers["content-type"].startswith("text/html")
     assert server.get("/v1/nothing").status == 404
+    headers = {**JSON, "Content-Encoding": "gzip"}
+    refused = server.post_bytes(CHAT, gzip.compress(body), headers)
+    assert (refused.status, "'gzip' is not read here" in refused.text) == (415, True)
