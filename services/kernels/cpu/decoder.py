@@ -64,8 +64,6 @@ class DecoderKernel:
         self._layers = list(inner.layers)
         self._kinds = [type(layer) for layer in self._layers]
         self._held: list[Any] = []
-        # Keys and values are rounded only where activations are.
-        self._number = structures.HALF if rounds else structures.FLOAT
         attention = inner.layers[0].self_attn
         self._heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
         self._windows = window_sizes(model)
@@ -74,6 +72,9 @@ class DecoderKernel:
         blocks = (BlockStruct * len(self._layers))(*(self._block(*kind) for kind in kinds))
         if len({(block.q.outputs, block.gate.outputs) for block in blocks}) > 1:
             raise Unfit("layers have different widths")
+        # Keys and values are rounded only where activations or weights are.
+        is_exact = not rounds or blocks[0].q.weights == structures.FLOAT
+        self._number = structures.FLOAT if is_exact else structures.HALF
         self.size = blocks[0].q.outputs // self._heads
         embedding: PackedEmbedding = inner.embed_tokens
         self._embedding = embedding

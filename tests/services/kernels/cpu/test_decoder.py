@@ -187,16 +187,17 @@ def test_keys_that_no_half_holds_end_with_a_sentence(tmp_path: Path) -> None:
         bias = np.array(weights["model.layers.0.self_attn.k_proj.bias"])
         bias[3] = sign * 1e5
         weights["model.layers.0.self_attn.k_proj.bias"] = mx.array(bias)
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        stored = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), stored, {"format": "mlx"})
         module = load(folder, as_stored=True).module
         assert equip(module)
         with pytest.raises(NotNumbers, match="NaN or infinite"):
             choose(mx.array(logits(module, begun(module), ROWS[:2])), [30, 31], Sampling())
 
 
-@pytest.mark.parametrize("family", ["quantized", "gemma3"])
-def test_keys_and_values_are_halves_wherever_they_go(family: str) -> None:
-    """Forks and dumps continue with the same bits, and memory counts two bytes of each number."""
+@pytest.mark.parametrize(("family", "dtype"), [("quantized", mx.float16), ("gemma3", mx.float32)])
+def test_keys_and_values_keep_their_type_wherever_they_go(family: str, dtype: mx.Dtype) -> None:
+    """Halves, unless weights are wider; forks and dumps go on, and memory counts their bytes."""
     module = model(family)
     kernel = kernel_of(module)
     assert kernel is not None
@@ -206,9 +207,9 @@ def test_keys_and_values_are_halves_wherever_they_go(family: str) -> None:
     copy.load(dump)
     for state in (fork, copy, store):
         assert np.array_equal(logits(module, state, ROWS), expected)
-    assert {array.dtype for array in [*dump.values(), *store.arrays]} == {mx.float16}
+    assert {array.dtype for array in [*dump.values(), *store.arrays]} == {dtype}
     size = measure_kv(module, lambda: KVStore(windows_of(module), bucketed=False))
-    assert size.per_token == 2 * 2 * len(store.caches) * kernel.kv_heads * kernel.size
+    assert size.per_token == 2 * dtype.size * len(store.caches) * kernel.kv_heads * kernel.size
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
