@@ -7,11 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Errors only: warnings about the index or about pip itself help nobody here.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
-EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
+EXTRA := $(if $(filter Darwin,$(shell uname -s)),,cpu)
+COMMA := ,
 
 .PHONY: demo test test-all test-gpu check audit bench gate gate-gpu chaos soak hostile clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.plain
 	@"$(BIN)/ssd" demo $(FLAGS)
 
 # The tests of a file stay together, and the files come in the order of tests/conftest.py. Both print
@@ -28,7 +29,7 @@ test-all: test
 	$(PYTEST) --numprocesses 3 -m "$(MARKED)"
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.
-test-gpu: EXTRAS := dev,cuda
+test-gpu: EXTRA := cuda
 test-gpu: $(VENV)/.installed
 	@"$(BIN)/python" -c 'import mlx.core as mx, sys; sys.exit(0 if mx.cuda.is_available() else "no CUDA device that MLX can use: pip install -e .[dev,cuda]")'
 	MLX_ENABLE_TF32=0 "$(BIN)/python" -m pytest tests/services/mlx tests/services/kernels \
@@ -52,17 +53,21 @@ gate: $(VENV)/.pair
 	"$(BIN)/python" -m tests.tools.gate $(FLAGS)
 
 # The same with target and drafter on a card each.
-gate-gpu: EXTRAS := dev,cuda
+gate-gpu: EXTRA := cuda
 gate-gpu: $(VENV)/.pair
 	"$(BIN)/python" -m tests.tools.gate --flags="--target-device cuda:0 --draft-device cuda:1" $(FLAGS)
 
-# The environment, rebuilt when the project's dependencies change.
-$(VENV)/.installed: pyproject.toml
+# The environment of a user, rebuilt when the project's dependencies change; and what tests need.
+$(VENV)/.plain: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing the packages into $(VENV)"
 	@$(PIP) --upgrade pip
-	@$(PIP) --editable ".[$(EXTRAS)]"
+	@$(PIP) --editable ".$(if $(EXTRA),[$(EXTRA)])"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.plain
+	@$(PIP) --editable ".[dev$(addprefix $(COMMA),$(EXTRA))]"
 	@touch $@
 
 # The default pair: real weights, converted once per machine.

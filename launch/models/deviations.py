@@ -20,7 +20,7 @@ class InexactWeights(msgspec.Struct, frozen=True):
 
 
 def read_deviations(folder: Path) -> list[InexactWeights]:
-    """How far a folder that was converted from GGUF is off its file; nothing for other folders.
+    """Return how far a folder converted from GGUF is off its file; nothing for other folders.
 
     Raises:
         ModelError: the conversion's report is damaged.
@@ -45,7 +45,7 @@ def read_deviations(folder: Path) -> list[InexactWeights]:
 
 
 def describe_inexact(inexact: InexactWeights) -> str:
-    """Which weights are off their GGUF file, by how much; layers with the same weight together."""
+    """Describe which weights are off their GGUF file, and by how much, layer by layer."""
     numbers: dict[str, list[str]] = {}
     for name in inexact.layers:
         _, separator, rest = name.removesuffix(".weight").partition("model.layers.")

@@ -47,7 +47,7 @@ Way = Callable[..., Any]
 
 
 class Verdict(NamedTuple):
-    """What a self-test has found."""
+    """The outcome of a self-test."""
 
     reason: str = ""
     """Why our way is wrong, if it is."""
@@ -79,7 +79,7 @@ def check(
     Args:
         what: our way, for the log.
         operation: one of `TOLERANCES`.
-        usual: the reference of `ours`.
+        usual, ours: the reference, and our way.
         inputs: arguments of both; the last ones are timed.
         share: as for `is_faster`; `UNTIMED` if time does not matter.
         timed: the usual way and ours for timing, without arguments, if other than above.

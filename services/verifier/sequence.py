@@ -144,15 +144,15 @@ class TargetSequence:
             begin_pass(self.state, tree)
         return owed
 
-    def commit(self, tree: TokenTree, rows: Sequence[int]) -> PassHandle:
-        """End the pass over a tree, committing these rows; return the pass."""
+    def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
+        """End the current pass, over a tree, committing these rows."""
         tokens = [tree.tokens[row] for row in rows]
         if tree.is_chain:
             self.state.commit(len(self.tokens) + len(tokens))
         else:
             self.state.commit_rows(rows)
         self.tokens += tokens
-        return self.passes.popleft()
+        self.passes.popleft()
 
     def discard(self) -> None:
         """Drop the current pass, and those behind it."""

@@ -45,7 +45,6 @@ _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
 _FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
-"""Timed runs of some depths; the fastest counts."""
 
 Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """The arguments of `KVStore.branches`."""

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: OpenAI's, with the extensions that local servers share."""
 
 from collections.abc import Iterator
+from itertools import filterfalse
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -215,8 +216,9 @@ def _read_turn(turn: Part, unknown: list[str], where: str) -> ChatMessage:
     check_free_form(turn, where)
     name_unknown(turn, _READ, unknown, "messages[]")
     role, parts = read_role(turn.get("role"), where), list_parts(turn.get("content"))
-    thoughts = [part for part in parts if role == "assistant" and is_thought(part)]
-    content = join_text([p for p in parts if p not in thoughts], unknown, "messages[].content[]")
+    thoughts = list(filter(is_thought, parts)) if role == "assistant" else []
+    texts = list(filterfalse(is_thought, parts)) if thoughts else parts
+    content = join_text(texts, unknown, "messages[].content[]")
     refusal = turn.get("refusal")
     return ChatMessage(
         role,
