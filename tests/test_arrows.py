@@ -267,7 +267,8 @@ def test_a_request_can_be_followed(record_property: Callable[[str, object], None
 # ---------------------------------------------------------------- inside the services
 
 # Of kernels, nothing knows how a request is answered: they are given arrays and layers.
-KERNELS_KNOW = ("services.kernels", "services.mlx", "services.runtime.preparation")
+BATCH = "services.engine.batch"
+KERNELS_KNOW = (BATCH, "services.kernels", "services.mlx", "services.runtime.preparation")
 # Pairs of rooms that import each other. The list only becomes shorter.
 MUTUAL = {
     ("drafter", "runtime"),
@@ -285,7 +286,8 @@ def imports_of(path: Path) -> set[str]:
 
 def service_of(module: str) -> str:
     """The room of a module of the services; traces stand for the engine that they become."""
-    return "mlx.tracing" if is_in(module, ["services.mlx.tracing"]) else module.split(".")[1]
+    apart = (BATCH, "services.mlx.tracing")
+    return next((room for room in apart if is_in(module, [room])), module.split(".")[1])
 
 
 def test_kernels_know_nothing_of_the_engine() -> None:

@@ -32,7 +32,7 @@ class TracedPass(Protocol):
     """Runs passes of traced shapes."""
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True if the store's current frame has such a shape.
+        """Return True if the store's current pass has such a shape.
 
         Args:
             store: of the sequence.
@@ -41,7 +41,7 @@ class TracedPass(Protocol):
         ...
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """Compute lazy logits [1, n, head] of the current frame, [1, n] tokens."""
+        """Compute lazy logits [1, n, head] of the current pass, [1, n] tokens."""
         ...
 
 
@@ -287,7 +287,7 @@ class Batcher:
         return logits
 
     def _replay(self, row: mx.array, state: SequenceState, *, ahead: bool) -> mx.array | None:
-        """Return the logits of a sequence's current frame, if a trace serves it."""
+        """Return the logits of a sequence's current pass, if a trace serves it."""
         if self.traced is None or not isinstance(state, KVStore):
             return None
         if not self.traced.serves(state, ahead=ahead):

@@ -177,13 +177,13 @@ class SlotTable:
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
         """Return True if these passes read so little that each row may read it separately."""
-        frames = [store.frame for store in stores]
-        pairs = sum(frame.count * (frame.start + (frame.count + 1) // 2) for frame in frames)
+        spans = [store.span for store in stores]
+        pairs = sum(span.count * (span.start + (span.count + 1) // 2) for span in spans)
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
         return 0 < pairs * widest <= _MOST_PROMPT_BYTES
 
     def _pack(self, stores: Sequence[KVStore], more: int) -> TablePass | None:
-        ends = [store.frame.start + store.frame.count for store in stores]
+        ends = [store.span.end for store in stores]
         if not self._make_room(stores, max(ends)):
             return None
         for store in stores:
@@ -292,7 +292,7 @@ class SlotTable:
 
     def _take_in(self, store: KVStore) -> None:
         index = next(i for i in range(len(self._taken)) if not self._sits(i))
-        base, count = self._base(index), store.frame.start
+        base, count = self._base(index), store.span.start
         for layer, cache in zip(self._layers, store.caches, strict=True):
             keys, values = cache.keys, cache.values
             if count and keys is not None and values is not None:
@@ -305,17 +305,16 @@ class SlotTable:
     def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> TablePass:
         """Plan the rows of these sequences and `more` unused ones; each attends to some slot."""
         bases = [self._base(_seat_of(store).index) for store in stores]
-        counts = [store.frame.count for store in stores]
+        counts = [store.span.count for store in stores]
         rows = sum(counts)
         mask: Any = np.zeros((rows + more, min(round_to_bucket(longest), self._slots)), np.bool_)
         mask[rows:, 0] = True
         slots, row = [], 0
         for store, base in zip(stores, bases, strict=True):
-            frame = store.frame
-            end = frame.start + frame.count
-            mask[row : row + frame.count, :end] = store.visible_rows()
-            slots.append(base + np.arange(frame.start, end))
-            row += frame.count
+            span = store.span
+            mask[row : row + span.count, : span.end] = span.find_visible()
+            slots.append(base + np.arange(span.start, span.end))
+            row += span.count
         filler = np.zeros(more, np.int64)
         positions = np.concatenate([*(store.positions for store in stores), filler])
         return TablePass(

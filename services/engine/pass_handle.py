@@ -166,7 +166,7 @@ class ReservedPass(PassHandle):
             return False
         begin_pass(store, tree)
         store.written = self.written
-        self.bell.ring(self.late, tree, store.frame.start)
+        self.bell.ring(self.late, tree, store.span.start)
         self.timing = PassTiming(len(tree), 1)
         self.logits = self.logits[: len(tree)]
         return True

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from protocol.decoding.token_tree import TokenTree
+from services.engine.batch import Span
 from services.kv.cache import KVStore
 from services.kv.recording import Recording, record_pass
 from services.kv.replay import ReplayPlan, size_pass
@@ -46,7 +47,7 @@ class _BranchSlotCache(SlotCache):
         if not self.in_batch:
             return super().make_mask(n, return_array=return_array, window_size=window_size)
         mask: Any = self._store.mask(window_size or self.window, as_array=True)
-        count = self._store.frame.count
+        count = self._store.span.count
         if mask is None:
             return None
         rows: mx.array = mask.reshape(count, 1, 1, -1)
@@ -154,23 +155,18 @@ class BranchingState:
         del whole
         self.chain(count)
 
-    def branches(
-        self, start: int, positions: npt.NDArray[np.int64], visible: npt.NDArray[np.bool_]
-    ) -> None:
-        """Prepare a pass that writes one token per branch to the scratch slots from `start`.
-
-        Arguments as for `KVStore.branches`. The first depth starts right after the trunk.
-        """
+    def place(self, span: Span) -> None:
+        """Prepare a pass over one token per branch; the first depth is right after the trunk."""
         self._settle()
-        if start == self.length:
+        if span.start == self.length:
             self._tree = []
-            states = self._gather([int(position) for position in positions[start:]])
+            states = self._gather([int(position) for position in span.own_positions])
         else:
             states = self._tree[-1].states
         self._set(states, in_batch=True)
         record_pass(wanted=False)
-        self._store.branches(start, positions, visible)
-        self._open = lambda: self._tree.append(_Depth(start, self._now()))
+        self._store.place(span)
+        self._open = lambda: self._tree.append(_Depth(span.start, self._now()))
 
     def _settle(self) -> None:
         """Store the results of the current pass, which has run."""

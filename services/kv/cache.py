@@ -1,8 +1,8 @@
 """KV memory in slots: one buffer per layer with an append-only trunk, then scratch slots.
 
-A `KVStore` sets the `Frame` before each forward pass (`kv.slots`). One flat sequence of tokens can
-thus be a chain (a prompt, a verification) or a row of parallel branches, each token with its own
-position and its own view of the slots; branching never copies KV.
+A `KVStore` sets the `Span` of each forward pass (`engine.batch`): a chain (a prompt, a
+verification) or a row of parallel branches, each token with its own position and its own view of
+the slots; branching never copies KV.
 
 Sliding-window layers keep all slots here; targets keep only the window (`kv.window`).
 """
@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+from services.engine.batch import Span, tree_span
 from services.kernels.cuda import kv_rows
 from services.kv.resident import ResidentSlots
-from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
+from services.kv.slots import BUCKET, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
 from services.mlx.launching import launch
 
 
 class KVStore:
-    """The caches of all layers of one sequence, and the frame they share.
+    """The caches of all layers of one sequence, and the span they share.
 
     `length` is the number of trunk tokens; slots from there on are scratch.
     """
@@ -34,7 +35,7 @@ class KVStore:
         self._bucketed = bucketed
         self._narrowest = min((window for window in windows if window is not None), default=None)
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
-        self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
+        self.span = Span(0, np.zeros(0, np.int64))
         self.written: list[mx.array] | None = None
         """Per layer, an array that is computed once the pass has written its rows in place."""
         self._is_shared = False
@@ -45,16 +46,15 @@ class KVStore:
         """Set while CPU kernels may write its slots in place."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
         self.is_plain = slots and not bucketed
-        """True if every layer keeps all slots up to the frame's end."""
+        """True if every layer keeps all slots up to the pass's end."""
         self.windows = [window or 0 for window in windows]
         """Each layer's attention window, 0 for none."""
 
     def reside(self, heads: int, size: int, dtype: mx.Dtype) -> ResidentSlots:
         """Move to buffers of KV heads of this size and type that CPU kernels write in place."""
         self.leave_table()
-        end = self.frame.start + self.frame.count
-        if self.resident is None or self.resident.slots < end:
-            shape = (1, heads, round_to_bucket(end), size)
+        if self.resident is None or self.resident.slots < self.span.end:
+            shape = (1, heads, round_to_bucket(self.span.end), size)
             self.resident = ResidentSlots(self.caches, shape, dtype)
         return self.resident
 
@@ -67,43 +67,22 @@ class KVStore:
         """Move the slots out of the shared table into own buffers."""
         seat, self.seat = self.seat, None
         if seat is not None:
-            length = max(self.length, self.frame.start + self.frame.count)
+            length = max(self.length, self.span.end)
             for cache, (keys, values) in zip(self.caches, seat.leave(length), strict=True):
                 cache.keys, cache.values = keys, values
 
-    def _set(self, frame: Frame) -> None:
+    def place(self, span: Span) -> None:
+        """Prepare a forward pass over these rows; the trunk stays as long as it is."""
         if self.written:
             launch(self.written[-1])  # its result may not have been read
-        self.frame, self.written = frame, None
+        self.span, self.written = span, None
         self._masks = {}
 
     def chain(self, count: int) -> None:
         """Prepare a forward pass that appends `count` tokens to the trunk."""
         end = self.length + count
-        self._set(Frame(self.length, count, self.length, np.arange(end), None))
+        self.place(Span(self.length, np.arange(end)))
         self.length = end
-
-    def narrow(self, chain: Frame, first: int, count: int) -> None:
-        """Prepare a forward pass over `count` tokens of a chain, starting at its token `first`."""
-        start = chain.start + first
-        self._set(Frame(start, count, start, chain.positions[: start + count], None))
-
-    def branches(
-        self,
-        start: int,
-        positions: npt.NDArray[np.int64],
-        visible: npt.NDArray[np.bool_],
-    ) -> None:
-        """Prepare a forward pass that writes parallel tokens to the scratch slots from `start`.
-
-        Args:
-            start: first slot written; at least `length`.
-            positions: [start + count] position of the token in every slot, new ones included.
-            visible: [count, start + count] slots that each new token attends to.
-        """
-        count = visible.shape[0]
-        offsets = mx.array(positions[start:], dtype=mx.int32)
-        self._set(Frame(start, count, offsets, positions, visible))
 
     @property
     def takes_trees(self) -> bool:
@@ -112,15 +91,12 @@ class KVStore:
 
     def append_tree(self, tree: TokenTree) -> None:
         """Begin a pass over the tokens of a tree."""
-        start, count = self.length, len(tree)
-        positions = np.concatenate([np.arange(start), start + np.array(tree.depths)])
-        before = np.ones((count, start), np.bool_)
-        self.branches(start, positions, np.concatenate([before, tree.visible()], axis=1))
-        self.length = start + count
+        self.place(tree_span(self.length, tree))
+        self.length = self.span.end
 
     def commit_rows(self, rows: Sequence[int]) -> None:
         """End a pass over a tree with the accepted rows."""
-        start = self.length = self.frame.start
+        start = self.length = self.span.start
         self.move([start + row for row in rows])
 
     @property
@@ -141,7 +117,7 @@ class KVStore:
     @property
     def positions(self) -> npt.NDArray[np.int64]:
         """[tokens] positions of the tokens of the current pass."""
-        return self.frame.positions[self.frame.start :]
+        return self.span.own_positions
 
     def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
         """Begin a pass over the owed tokens and `count` new ones."""
@@ -153,8 +129,8 @@ class KVStore:
 
     def suspend(self) -> int:
         """Undo the pass; its rows stay where a pass over the same tokens would write them."""
-        count = self.frame.count
-        self.trim(self.frame.start)
+        count = self.span.count
+        self.trim(self.span.start)
         return count
 
     def resume(self, suspended: int) -> None:
@@ -270,7 +246,7 @@ class KVStore:
         """Drop all tokens from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot trim {self.length} tokens to {length}")
-        if length <= self.frame.start:
+        if length <= self.span.start:
             self.written = None  # the rows are no longer needed
         self.length = length
 
@@ -314,42 +290,29 @@ class KVStore:
         return end if exact else round_to_bucket(end)
 
     def _sees_all(self, window: int | None) -> bool:
-        """Return True if the frame is one token that attends to all before it under this window."""
-        frame = self.frame
-        windowed = window is not None and frame.start + frame.count > window
-        return frame.visible is None and frame.count == 1 and not windowed
+        """Return True if the pass is one token that attends to all before it under this window."""
+        span = self.span
+        windowed = window is not None and span.end > window
+        return span.visible is None and span.count == 1 and not windowed
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
-        """Return the mask of the current frame: None, "causal", or bool [count, reach]."""
+        """Return the mask of the current pass: None, "causal", or bool [rows, reach]."""
         key = (window, as_array)
         if key not in self._masks:
             self._masks[key] = self._build_mask(window, as_array=as_array)
         return self._masks[key]
 
     def _build_mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
-        frame = self.frame
-        end = frame.start + frame.count
-        padding = self.key_length(end) - end
+        span = self.span
+        padding = self.key_length(span.end) - span.end
         if self._sees_all(window) and not padding:
             return None
-        windowed = window is not None and end > window
-        recurs = not padding and frame.count % BUCKET == 0
-        if frame.visible is None and not (windowed or as_array) and (recurs or not self._bucketed):
+        windowed = window is not None and span.end > window
+        recurs = not padding and span.count % BUCKET == 0
+        if span.visible is None and not (windowed or as_array) and (recurs or not self._bucketed):
             return "causal"
-        queries = frame.positions[frame.start :, None]
-        visible = self.visible_rows()
-        if window is not None:
-            visible = visible & (queries - frame.positions[None] < window)
-        padded: Any = np.pad(visible, ((0, 0), (0, padding)))
+        padded: Any = np.pad(span.find_visible(window), ((0, 0), (0, padding)))
         return mx.array(padded)
-
-    def visible_rows(self) -> npt.NDArray[np.bool_]:
-        """Return [count, start + count], the slots each token attends to without a window."""
-        frame = self.frame
-        if frame.visible is not None:
-            return frame.visible
-        rows: npt.NDArray[np.bool_] = frame.positions[frame.start :, None] >= frame.positions[None]
-        return rows
 
     @property
     def arrays(self) -> list[mx.array]:

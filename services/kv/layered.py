@@ -152,7 +152,7 @@ class LayeredState:
         self._slots.chain(self.owed + count)
         self.owed = 0
         # A single row cannot be rewound into.
-        records = self.replay is not None and self._slots.frame.count > 1 and not whole
+        records = self.replay is not None and self._slots.span.count > 1 and not whole
         self.recording = record_pass(wanted=records, keeps_steps=True)
 
     @property
@@ -167,7 +167,7 @@ class LayeredState:
         self._mark = _Mark(self._slots.length, 0, [])
         self._slots.append_tree(tree)
         for window in self._windows:
-            window.begin_tree(self._slots.frame)
+            window.begin_tree(self._slots.span)
 
     def commit_rows(self, rows: Sequence[int]) -> None:
         """End a pass over a tree with the accepted rows."""
@@ -179,7 +179,7 @@ class LayeredState:
 
     def commit(self, length: int) -> None:
         """End the pass with `length` tokens accepted."""
-        mark, count = self._mark, self._slots.frame.count
+        mark, count = self._mark, self._slots.span.count
         if self.recording is not None:
             self.recording.stop()
         if length != self.length:
@@ -222,7 +222,7 @@ class LayeredState:
 
     def suspend(self) -> _Suspended:
         """Undo the current pass so that `resume` can redo it."""
-        mark, count = self._mark, self._slots.frame.count
+        mark, count = self._mark, self._slots.span.count
         if mark is None or mark.owed:
             raise ValueError("there is no pass to suspend")
         after = _Suspended(

@@ -1,16 +1,13 @@
-"""Slots of one layer: a buffer of keys and values, and the frame that describes a pass over it.
+"""Slots of one layer: a buffer of keys and values.
 
 mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store keys and
-values (`update_and_fetch`). A `SlotCache` answers all three from the `Frame` of its `KVStore`.
+values (`update_and_fetch`). A `SlotCache` answers all three from the `Span` of its `KVStore`.
 """
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from services.mlx.array_memory import view
 
@@ -20,29 +17,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int, int]
 BUCKET = 256
 """Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One forward pass's view of the slots. New tokens go to slots [start, start + count)."""
-
-    start: int
-    count: int
-    offset: int | mx.array
-    """RoPE positions: the first of a chain, or [count] of parallel branches."""
-    positions: npt.NDArray[np.int64]
-    """[start + count] position of the token in each slot."""
-    visible: npt.NDArray[np.bool_] | None
-    """[count, start + count] slots each new token attends to; None for a chain."""
-
-
-def parent_slots(frame: Frame) -> npt.NDArray[np.int64]:
-    """Return [count], the slot of the token before each; a chain consists of one token."""
-    if frame.visible is None:
-        return np.array([frame.start - 1])
-    before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
-    slots: npt.NDArray[np.int64] = np.argmax(before & frame.visible[:, : frame.start], axis=1)
-    return slots
 
 
 class SlotCache:
@@ -98,27 +72,26 @@ class SlotCache:
     @property
     def offset(self) -> int | mx.array:
         """Position, or array of positions, that mlx-lm passes to RoPE."""
-        return self._store.frame.offset
+        return self._store.span.offset
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the attention mask of the current frame; `n` is the frame's count."""
-        if n != self._store.frame.count:
+        """Return the attention mask of the current pass over `n` rows."""
+        if n != self._store.span.count:
             raise ValueError(
-                f"the model asks for a mask of {n} tokens, the frame has {self._store.frame.count}"
+                f"the model asks for a mask of {n} tokens, the pass has {self._store.span.count}"
             )
         return self._store.mask(window_size or self.window, as_array=return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
-        frame = self._store.frame
-        start = frame.start
+        """Store [1, heads, rows, size] in the pass's slots; return all slots up to there."""
+        span = self._store.span
         self.keys, self.values = stored = (
-            store_rows(self.keys, keys, start),
-            store_rows(self.values, values, start),
+            store_rows(self.keys, keys, span.start),
+            store_rows(self.values, values, span.start),
         )
-        key_length = self._store.key_length(frame.start + frame.count)
+        key_length = self._store.key_length(span.end)
         return stored[0][..., :key_length, :], stored[1][..., :key_length, :]
 
     def move(self, slots: mx.array, to: int) -> None:
@@ -130,10 +103,10 @@ class SlotCache:
         self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        """Return the buffers up to the current frame's end, for layers that share another's KV."""
+        """Return the buffers up to the pass's end, for layers that share another's KV."""
         if self.keys is None or self.values is None:
             return None, None
-        limit = self._store.key_length(self._store.frame.start + self._store.frame.count)
+        limit = self._store.key_length(self._store.span.end)
         return self.keys[..., :limit, :], self.values[..., :limit, :]
 
     @property

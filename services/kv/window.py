@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.kv.slots import Frame, round_to_bucket
+from services.engine.batch import Span
+from services.kv.slots import round_to_bucket
 
 _SLACK = 64
 """Rows after the window before the buffer is compacted."""
@@ -49,7 +50,7 @@ class WindowCache:
         self.values: mx.array | None = None
         self.length = 0
         """Position of the next token."""
-        self._tree: Frame | None = None
+        self._tree: Span | None = None
         """The current pass, if it is over a tree."""
         self._start = keep
         """Position of the token in row `keep`; the rows before it hold the first tokens."""
@@ -62,9 +63,9 @@ class WindowCache:
         """Position, or array of positions, that mlx-lm passes to RoPE."""
         return self.length if self._tree is None else self._tree.offset
 
-    def begin_tree(self, frame: Frame) -> None:
+    def begin_tree(self, span: Span) -> None:
         """Begin a pass over a tree, which ends when it is cut or its rows are kept."""
-        self._tree = frame
+        self._tree = span
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """End the pass over the tree, keeping these rows: a path from its first one."""

@@ -92,9 +92,9 @@ class MirroredModel:
         row: Any = tokens[0].tolist()
         parts = []
         for store in cache[0].stores:
-            if not isinstance(store, MirroredStore) or store.frame.visible is not None:
+            if not isinstance(store, MirroredStore) or store.span.visible is not None:
                 raise ProtocolError("only chains of mirrored stores go through a group of ranks")
-            parts.append(SequencePart(store.number, store.frame.start, store.frame.count))
+            parts.append(SequencePart(store.number, store.span.start, store.span.count))
         # A drafter may read states of the last layer, which the KV alone does not need.
         logits = self._logits or is_tapped(self._module)
         message = Pass(changes=self._log.take(), parts=parts, tokens=row, logits=logits)

@@ -308,7 +308,7 @@ class MlxBackend:
         trunk.tops |= {start + row: top.only(row) for row in range(len(tokens))}
 
     def _forward(self, trunk: Trunk, tokens: Tokens, place: Callable[[], None]) -> mx.array:
-        """Return logits [tokens, head] of a pass; `place` sets its frame."""
+        """Return logits [tokens, head] of a pass; `place` sets its span."""
 
         def begin() -> Tokens:
             place()
@@ -359,7 +359,7 @@ class MlxBackend:
         if tree is None:
             raise ValueError("there is no tree to be fed")
         tokens = [bud.token for bud in buds]
-        place = partial(trunk.store.branches, *tree.frame(buds))
+        place = partial(trunk.store.place, tree.span(buds))
         logits = self._forward(trunk, tokens, place)
         rows = tree.add(buds, self._rows(logits, trunk.processor), trunk.processor)
         return best_of(rows, width, self._head_ids)

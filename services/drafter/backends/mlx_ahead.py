@@ -20,7 +20,6 @@ from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
 from services.drafter.backends.mlx_rows import (
-    Frame,
     PlainBranches,
     PlainChain,
     SideBySide,
@@ -28,6 +27,7 @@ from services.drafter.backends.mlx_rows import (
     TracedRows,
 )
 from services.drafter.backends.mlx_tree import Bud, Trunk
+from services.engine.batch import Span
 from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.mlx.launching import launch
@@ -86,10 +86,10 @@ class DepthsAhead:
         if tree is None or not count or not depth:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
-        frame = tree.frame(buds)
-        traced = self._open_rows(store, frame, depth)
-        rows = traced or PlainBranches(self._model, store, frame)
-        positions = frame[1][frame[0] :] + 1 + options.shift
+        span = tree.span(buds)
+        traced = self._open_rows(store, span, depth)
+        rows = traced or PlainBranches(self._model, store, span)
+        positions = span.own_positions + 1 + options.shift
         rules = _find_rules(trunk.sampling, positions, depth, rows.count)
 
         def launch_depth(at: int, tokens: mx.array) -> _Launched:
@@ -141,18 +141,17 @@ class DepthsAhead:
                 current = following
             yield DraftedToken(token, candidates[1])
 
-    def _open_rows(self, store: KVStore, frame: Frame, depth: int) -> TracedRows | None:
+    def _open_rows(self, store: KVStore, span: Span, depth: int) -> TracedRows | None:
         """Open replayed passes, one more than depths if there is room."""
         if self.traced is None:
             return None
-        return self.traced.open(store, frame, depth + 1) or self.traced.open(store, frame, depth)
+        return self.traced.open(store, span, depth + 1) or self.traced.open(store, span, depth)
 
     def _open_trunk(self, store: KVStore, depth: int) -> TracedRows | None:
         if self.traced is None:
             return None
-        end = store.length + 1
-        frame = store.length, np.arange(end), np.ones((1, end), np.bool_)
-        return self.traced.open(store, frame, depth, is_trunk=True)
+        span = Span(store.length, np.arange(store.length + 1))
+        return self.traced.open(store, span, depth, is_trunk=True)
 
     def _choose(
         self,

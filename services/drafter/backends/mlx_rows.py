@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.messages import Sampling
+from services.engine.batch import Span
 from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.sampling.guess import WIDTHS
@@ -46,9 +46,6 @@ _FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 
-Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-"""The arguments of `KVStore.branches`."""
-
 
 class SideBySide(Protocol):
     """Tokens that advance together: each pass feeds one more after each."""
@@ -67,23 +64,18 @@ class PlainBranches:
     Args:
         model: the drafter's.
         store: holds their keys and values.
-        frame: of the first pass.
+        span: of the first pass.
     """
 
-    def __init__(self, model: Any, store: KVStore, frame: Frame) -> None:
-        self._model, self._store = model, store
-        self._start, self._positions, self._visible = frame
-        self.count = len(self._visible)
-        self._own = np.eye(self.count, dtype=np.bool_)
+    def __init__(self, model: Any, store: KVStore, span: Span) -> None:
+        self._model, self._store, self._span = model, store, span
+        self.count = span.count
 
     def feed(self, tokens: mx.array) -> mx.array:
         """Return logits of a pass over the branches; see `SideBySide`."""
-        self._store.branches(self._start, self._positions, self._visible)
+        self._store.place(self._span)
         logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
-        self._start += self.count
-        after = self._positions[-self.count :] + 1
-        self._positions = np.concatenate([self._positions, after])
-        self._visible = np.concatenate([self._visible, self._own], axis=1)
+        self._span = self._span.following()
         return logits
 
 
@@ -113,7 +105,7 @@ class TracedRows:
     Args:
         replay: the traced pass.
         store: holds their keys and values.
-        frame: of the first pass.
+        span: of the first pass.
         shape: of the trace.
         depth: passes that the buffers have room for.
         is_trunk: True if the only row advances the trunk.
@@ -123,23 +115,17 @@ class TracedRows:
         self,
         replay: Any,
         store: KVStore,
-        frame: Frame,
+        span: Span,
         shape: Shape,
         *,
         depth: int,
         is_trunk: bool,
     ) -> None:
-        start, positions, visible = frame
         self._left = depth
         self._replay, self._store, self._is_trunk = replay, store, is_trunk
         self.count = shape.rows
-        # A row of padding attends to itself only; the next pass overwrites it.
-        seen: Any = np.eye(shape.rows, shape.slots, start, dtype=np.bool_)
-        seen[: len(visible), : visible.shape[1]] = visible
-        own = np.full(shape.rows, start, np.int32)
-        own[: len(visible)] = positions[start:]
-        self._stride = mx.array(len(visible), mx.int32)
-        self._place = [mx.array(own), mx.array(seen), mx.array(start, mx.int32)]
+        self._stride = mx.array(span.count, mx.int32)
+        self._place = [*span.pad(shape.rows, shape.slots), mx.array(span.start, mx.int32)]
         widen(store, shape.slots)
 
     @property
@@ -185,41 +171,41 @@ class TracedPasses:
         """True if rows after longer texts are traced on demand."""
 
     def open(
-        self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
+        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
     ) -> TracedRows | None:
-        """Open passes of rows from this frame on; None if their shape has not been traced."""
-        shape = self._find_shape(store, frame[0], len(frame[2]), depth)
+        """Open passes of rows from this span on; None if their shape has not been traced."""
+        shape = self._find_shape(store, span, depth)
         if shape is None:
             return None
-        return TracedRows(self._replay, store, frame, shape, depth=depth, is_trunk=is_trunk)
+        return TracedRows(self._replay, store, span, shape, depth=depth, is_trunk=is_trunk)
 
-    def _find_shape(self, store: KVStore, start: int, count: int, depth: int) -> Shape | None:
-        rows, keys = _pad(count), store.caches[0].keys
+    def _find_shape(self, store: KVStore, span: Span, depth: int) -> Shape | None:
+        rows, keys = _pad(span.count), store.caches[0].keys
         if keys is None or any(_has_window(cache) for cache in store.caches):
             return None
-        end = start + count * (depth - 1) + rows
+        end = span.start + span.count * (depth - 1) + rows
         shape = Shape(rows, round_to_traced(max(keys.shape[2], end)))
         longest = Shape(rows, TRACED_SLOTS[-1])
         later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
         return shape if later or shape in self._shapes else None
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True for frames of traced shapes; see `TracedPass`.
+        """Return True for passes of traced shapes; see `TracedPass`.
 
         Rows attend to their ancestors.
         """
         del ahead
-        return self._find_shape(store, store.frame.start, store.frame.count, 1) is not None
+        return self._find_shape(store, store.span, 1) is not None
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
         """Run a replayed pass; see `TracedPass`."""
         del ahead
-        frame = store.frame
-        rows = self.open(store, (frame.start, frame.positions, store.visible_rows()), 1)
+        count = store.span.count
+        rows = self.open(store, store.span, 1)
         if rows is None:
-            raise ValueError(f"a pass of {frame.count} rows is not traced")
-        padded = mx.pad(tokens[0], (0, rows.count - frame.count))
-        return rows.feed(padded)[None, : frame.count]
+            raise ValueError(f"a pass of {count} rows is not traced")
+        padded = mx.pad(tokens[0], (0, rows.count - count))
+        return rows.feed(padded)[None, :count]
 
     def choose(
         self, logits: mx.array, width: int, rules: mx.array, *, drawn: bool
@@ -288,7 +274,7 @@ class TracedPasses:
             yield
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
-        opened = self.open(store, _trial_frame(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
+        opened = self.open(store, _trial_span(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
         if opened is None:
             raise ValueError(f"nothing is traced for {rows} rows of this model")
         return opened
@@ -308,10 +294,10 @@ class TracedPasses:
     def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> Steps[bool]:
         def open_plain() -> SideBySide:
             store = prefill(self._model, new_store, _TRIAL_PROMPT)
-            frame = _trial_frame(store, rows)
+            span = _trial_span(store, rows)
             if rows == 1:
                 return PlainChain(self._model, store)
-            return PlainBranches(self._model, store, frame)
+            return PlainBranches(self._model, store, span)
 
         def open_traced() -> SideBySide:
             return self._open_trial(prefill(self._model, new_store, _TRIAL_PROMPT), rows)
@@ -337,8 +323,8 @@ def _has_window(cache: SlotCache) -> bool:
     return type(cache) is not SlotCache or cache.window is not None
 
 
-def _trial_frame(store: KVStore, rows: int) -> Frame:
-    """Return the frame of `rows` branches after the last token."""
+def _trial_span(store: KVStore, rows: int) -> Span:
+    """Return the span of `rows` branches after the last token."""
     positions = np.concatenate([np.arange(store.length), np.full(rows, store.length)])
     before = np.ones((rows, store.length), np.bool_)
-    return store.length, positions, np.concatenate([before, np.eye(rows, dtype=np.bool_)], axis=1)
+    return Span(store.length, positions, np.hstack([before, np.eye(rows, dtype=np.bool_)]))

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import is_greedy
@@ -14,6 +13,7 @@ from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
+from services.engine.batch import Span
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
@@ -61,10 +61,8 @@ class Tree:
         """Return the position of the token in the sequence; its parent must be fed."""
         return 1 + (self._positions[bud.parent] if bud.parent >= 0 else bud.fork)
 
-    def frame(
-        self, buds: Sequence[Bud]
-    ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the arguments of `KVStore.branches` for these; parents may be among them."""
+    def span(self, buds: Sequence[Bud]) -> Span:
+        """Return the span of a pass over these; parents may be among them."""
         first = len(self.fed)
         seen = np.zeros((len(buds), first + len(buds)), np.bool_)
         for row in range(len(buds)):
@@ -76,7 +74,7 @@ class Tree:
         trunk = np.arange(self.trunk)
         visible = np.concatenate([trunk[None] <= forks[:, None], seen], axis=1)
         positions = np.array(self._positions + self._place(buds))
-        return self.trunk + first, np.concatenate([trunk, positions]), visible
+        return Span(self.trunk + first, np.concatenate([trunk, positions]), visible)
 
     def _place(self, buds: Sequence[Bud]) -> list[int]:
         """Return the positions of these, whose parents may be among them."""
@@ -93,7 +91,7 @@ class Tree:
         """Add fed tokens; return the processed logits after them.
 
         Args:
-            buds: in the order of `frame`.
+            buds: in the order of `span`.
             rows: [buds or more, head] logits: numpy's on a CPU or with a processor, else MLX's.
             trunk: state after the trunk's tokens, if the request processes logits.
         """

@@ -20,7 +20,6 @@ from protocol.settings import DraftWeights
 from services.drafter.backends.mlx_reading import ReadingBackend, read_target
 from services.drafter.backends.mlx_tree import Trunk
 from services.kv.cache import KVStore
-from services.kv.slots import parent_slots
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import load
 from services.mlx.target_reader import TargetReader, add_to_embeddings
@@ -55,16 +54,15 @@ class SelfFeedingDrafter(nn.Module):
         return [*rows, _as_rows(self.reader.after_state(states))]
 
     def inputs_of(self, store: KVStore) -> Callable[[], mx.array]:
-        """Return the additions in the pass that starts on this store, once its frame is set."""
+        """Return the additions in the pass that starts on this store, once its span is set."""
         return partial(self._find_inputs, store)
 
     def _find_inputs(self, store: KVStore) -> mx.array:
         """Return [1, rows, width]. Rows of a chain that are fed at once are read without states."""
-        frame, given = store.frame, store.caches[-1].keys
-        count = len(frame.positions) - frame.start
-        if given is None or not frame.start or (frame.visible is None and count > 1):
-            return self._add_nothing(1, count)
-        return mx.take(given[:, 0], mx.array(parent_slots(frame)), axis=1)
+        span, given = store.span, store.caches[-1].keys
+        if given is None or not span.start or (span.visible is None and span.count > 1):
+            return self._add_nothing(1, span.count)
+        return mx.take(given[:, 0], mx.array(span.parent_slots), axis=1)
 
     def _add_nothing(self, rows: int, count: int) -> mx.array:
         weight = self.reader.from_own.proj.weight

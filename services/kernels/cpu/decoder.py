@@ -37,9 +37,9 @@ from services.mlx.blas import cpu_kernels
 from services.mlx.patches import Patch, Unfit, install
 
 if TYPE_CHECKING:
+    from services.engine.batch import Span
     from services.kv.cache import KVStore
     from services.kv.resident import ResidentSlots
-    from services.kv.slots import Frame
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""
@@ -122,7 +122,7 @@ class DecoderKernel:
             stores is not None
             and len(stores) <= _MOST_PARTS
             and all(store.windows == self._windows for store in stores)
-            and sum(store.frame.count for store in stores) == tokens.size
+            and sum(store.span.count for store in stores) == tokens.size
             and mx.default_device() == mx.cpu
             and model.model is self._inner
             and self._inner.embed_tokens is self._embedding
@@ -147,20 +147,20 @@ class DecoderKernel:
     def fill(self, tokens: mx.array, stores: "Sequence[KVStore]") -> None:
         """Keep keys and values of chains of any length, in passes of up to `_PIECE` rows."""
         row, at = self._check(tokens), 0
-        frames = [store.frame for store in stores]
+        spans = [store.span for store in stores]
         for store in stores:
             self._reside(store)  # with room for all of them
         caught = []
-        for pieces in _cut([frame.count for frame in frames]):
+        for pieces in _cut([span.count for span in spans]):
             for index, first, count in pieces:
-                stores[index].narrow(frames[index], first, count)
+                stores[index].place(spans[index].part(first, count))
             end = at + sum(count for *_, count in pieces)
             parts = [stores[index] for index, *_ in pieces]
             caught.append(self._run(row[at:end], parts, head=False)[1])
             at = end
         self._catch(caught)
-        for store, frame in zip(stores, frames, strict=True):
-            store.narrow(frame, 0, frame.count)
+        for store, span in zip(stores, spans, strict=True):
+            store.place(span)
 
     def _check(self, tokens: mx.array) -> npt.NDArray[np.int32]:
         row = np.ascontiguousarray(view(tokens)[0], np.int32)
@@ -187,7 +187,7 @@ class DecoderKernel:
         tapped = self._tapped
         states = np.empty((len(tapped), row.size, self._width), np.float32)
         logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
-        positions = [store.frame.positions[store.frame.start :] for store in stores]
+        positions = [store.span.own_positions for store in stores]
         angles = self._rotations.angles(np.concatenate(positions).astype(np.int32))
         pointers = [[_address_of(array) for array in table] for table in angles]
         turns = [(ctypes.c_void_p * 2)(*(own[at] for own in pointers)) for at in (1, 2)]
@@ -208,12 +208,12 @@ class DecoderKernel:
         """Of each sequence; and masks that must outlive the pass."""
         parts, held = (structures.SequenceStruct * len(stores))(), list[npt.NDArray[np.bool_]]()
         for part, store in zip(parts, stores, strict=True):
-            memory, frame = self._reside(store), store.frame
+            memory, span = self._reside(store), store.span
             part.keys, part.values = ctypes.addressof(memory.keys), ctypes.addressof(memory.values)
             part.number = self._number
-            part.head, part.start, part.rows = memory.head, frame.start, frame.count
-            if frame.visible is not None:
-                masks = [np.ascontiguousarray(mask) for mask in self._masks(frame)]
+            part.head, part.start, part.rows = memory.head, span.start, span.count
+            if span.visible is not None:
+                masks = [np.ascontiguousarray(mask) for mask in self._masks(span)]
                 part.visible = (ctypes.c_void_p * 2)(*(mask.ctypes.data for mask in masks))
                 held += masks
         return parts, held
@@ -221,13 +221,10 @@ class DecoderKernel:
     def _reside(self, store: "KVStore") -> "ResidentSlots":
         return store.reside(self.kv_heads, self.size, _TYPES[self._number])
 
-    def _masks(self, frame: "Frame") -> list[npt.NDArray[np.bool_]]:
+    def _masks(self, span: "Span") -> list[npt.NDArray[np.bool_]]:
         """Return what rows see in blocks without and, if there are any, with a window."""
-        visible, window = frame.visible, max(self._windows)
-        if visible is None or not window:
-            return [] if visible is None else [visible]
-        distances = frame.positions[frame.start :, None] - frame.positions[None]
-        return [visible, visible & (distances < window)]
+        window = max(self._windows)
+        return [span.find_visible(), span.find_visible(window)] if window else [span.find_visible()]
 
 
 def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
@@ -264,7 +261,7 @@ def fill_only(model: Any) -> Any:
 
     def fill(tokens: mx.array, cache: Any = None) -> mx.array:
         stores = kernel.stores_of(model, tokens, cache)
-        if stores is None or any(store.frame.visible is not None for store in stores):
+        if stores is None or any(store.span.visible is not None for store in stores):
             found: mx.array = model(tokens, cache=cache)
             return found
         kernel.fill(tokens, stores)

@@ -39,21 +39,21 @@ _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
 
 Forward = Callable[[mx.array, KVStore], mx.array]
 Place = Callable[[KVStore], None]
-"""Sets the frame of the next pass."""
+"""Sets the span of the next pass."""
 
 
 def place_chain(store: KVStore) -> None:
-    """Set the frame to the test's chain."""
+    """Begin a pass over the test's chain."""
     store.chain(_TRIAL_ROWS)
 
 
 def place_single(store: KVStore) -> None:
-    """Set the frame to the test's single token."""
+    """Begin a pass over the test's single token."""
     store.chain(1)
 
 
 def place_tree(store: KVStore) -> None:
-    """Set the frame to the test's tree."""
+    """Begin a pass over the test's tree."""
     store.append_tree(_TRIAL_TREE)
 
 
@@ -146,7 +146,7 @@ def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
 def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
 ) -> Steps[bool]:
-    """Return True if replays of the frame from `place` are correct, and faster than the forward."""
+    """Return True if replays of the pass from `place` are correct, and faster than the forward."""
     own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
     if not traced.can_trace(other):
@@ -159,10 +159,10 @@ def _is_worth_it(
 
 
 def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
-    """Return the logits of the frame from `place`, each time one token further in the text."""
+    """Return the logits of the pass from `place`, each time one token further in the text."""
     length = store.length
     place(store)
     first = length % 5 + 5
-    logits = forward(mx.arange(first, first + store.frame.count)[None], store)
+    logits = forward(mx.arange(first, first + store.span.count)[None], store)
     store.trim(length + 1)
     return logits

@@ -95,7 +95,7 @@ class _Trial:
             for _ in range(2):
                 if (pass_ := self._traced.reserve(rows, store, self._bell)) is None:
                     break
-                self._bell.ring(pass_.late, _CHAIN, store.frame.start)
+                self._bell.ring(pass_.late, _CHAIN, store.span.start)
                 self._bell.launch(pass_.late.rung, pass_.logits)
                 self._bell.report(mx.argmax(pass_.logits, axis=-1).astype(mx.int32))()
             yield
@@ -122,7 +122,7 @@ class _Trial:
             store.trim(_PROMPT)
             store.chain(_ROWS)
             began = time.perf_counter()
-            self._bell.ring(now.late, _CHAIN, store.frame.start)
+            self._bell.ring(now.late, _CHAIN, store.span.start)
             logits = now.logits[:_ROWS]
             best = self._bell.report(mx.argmax(logits, axis=-1).astype(mx.int32))
             after = self._launch()

@@ -15,16 +15,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.batch import Span
 from services.engine.pass_handle import ReservedPass
 from services.kernels.cuda.blocks import can_write_in_place, serves_any_length
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.kv_rows import find_written, writes_in_place
 from services.kv.cache import KVStore
-from services.kv.slots import Frame, SlotCache
+from services.kv.slots import SlotCache
 from services.mlx.launching import launch_first
 from services.mlx.tracing.traced_slots import (
     LayerInputs,
@@ -116,14 +116,14 @@ class TracedForward:
         """Return the size to which a tree of `count` rows is padded; 0 if it is too large."""
         return next((size for size in self.tree_rows if size >= count), 0)
 
-    def _count_rows(self, frame: Frame) -> int:
-        """Return the rows of the pass over this frame, padding included; 0 if they are too many."""
-        return self.pad_rows(frame.count) if _is_tree(frame) else frame.count
+    def _shape(self, store: KVStore) -> Shape:
+        """Return the shape of the current pass's trace; without rows or slots if it is too large.
 
-    def _find_size(self, store: KVStore) -> int:
-        """Return the slots of a trace's buffers for the current frame; 0 if too many."""
-        frame = store.frame
-        return round_to_traced(max(_count_slots(store), frame.start + self._count_rows(frame)))
+        A pass over a tree is padded.
+        """
+        span, forks = store.span, _is_tree(store.span)
+        rows = self.pad_rows(span.count) if forks else span.count
+        return Shape(rows, round_to_traced(max(_count_slots(store), span.start + rows)), forks)
 
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
@@ -131,18 +131,16 @@ class TracedForward:
         self._replay: Any = mx.compile(self._forward)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True if the current frame has a shape that is traced, or can be traced now.
+        """Return True if the current pass has a shape that is traced, or can be traced now.
 
         Args:
             store: of the sequence.
             ahead: True if the pass starts while another one is running.
         """
-        frame = store.frame
-        if frame.count == 1 and not (self.singles.ahead if ahead else self.singles.awaited):
+        alone = self.singles.ahead if ahead else self.singles.awaited
+        if store.span.count == 1 and not alone:
             return False
-        if not self.can_trace(store):
-            return False
-        return self._has(Shape(self._count_rows(frame), self._find_size(store), _is_tree(frame)))
+        return self.can_trace(store) and self._has(self._shape(store))
 
     def _has(self, shape: Shape) -> bool:
         """Return True if this shape is traced, or can be traced now."""
@@ -168,32 +166,29 @@ class TracedForward:
         self._shapes.add(Shape(rows, slots, forks=True))
 
     def can_trace(self, store: KVStore) -> bool:
-        """Return True if the store's current frame is a chain or a tree in plain slots."""
-        frame = store.frame
-        return (
-            self._count_rows(frame) > 0
-            and frame.start > 0
-            and self._find_size(store) > 0
-            and all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
+        """Return True if the store's current pass is a chain or a tree in plain slots."""
+        shape = self._shape(store)
+        return min(shape.rows, shape.slots, store.span.start) > 0 and all(
+            type(cache) is SlotCache and cache.window is None for cache in store.caches
         )
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """Compute lazy logits [1, n, vocabulary] of `store`'s current frame, [1, n] tokens.
+        """Compute lazy logits [1, n, vocabulary] of `store`'s current pass, [1, n] tokens.
 
         On an idle GPU (not `ahead`), the first layers are launched before the others are submitted.
         """
-        frame = store.frame
-        widen(store, self._find_size(store))
-        where = [mx.array(frame.start)]
-        if _is_tree(frame):
-            tokens, *more = _pad_tree(tokens, store, self._count_rows(frame))
-            where += more
+        span, shape = store.span, self._shape(store)
+        widen(store, shape.slots)
+        where = [mx.array(span.start)]
+        if shape.forks:
+            where += span.pad(shape.rows, shape.slots)
+            tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
         logits, features = self._run(tokens, where, store)
         if self._reader is not None and features:
-            self._reader.put(features[0][: frame.count])
+            self._reader.put(features[0][: span.count])
         if not ahead:
             launch_first(store.milestones)
-        return logits[:, : frame.count]
+        return logits[:, : span.count]
 
     def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
         """Launch a pass over up to `rows` rows that waits for its tokens.
@@ -278,22 +273,6 @@ def _count_slots(store: KVStore) -> int:
     return 0 if keys is None else keys.shape[2]
 
 
-def _is_tree(frame: Frame) -> bool:
-    """Return True if the pass over this frame is a tree's."""
-    return frame.visible is not None or frame.count > MOST_ROWS
-
-
-def _pad_tree(tokens: mx.array, store: KVStore, rows: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return [1, rows] tokens, [rows] positions and [rows, slots] visible slots of a padded tree.
-
-    A row of padding attends only to itself, in a slot after the tree, which the next tokens
-    overwrite.
-    """
-    frame, slots = store.frame, _count_slots(store)
-    start, count = frame.start, frame.count
-    positions = np.full(rows, start, np.int32)
-    positions[:count] = frame.positions[start:]
-    visible: Any = np.eye(rows, slots, start, dtype=np.bool_)
-    visible[:count, : start + count] = store.visible_rows()
-    padded = mx.pad(tokens, [(0, 0), (0, rows - count)])
-    return padded, mx.array(positions), mx.array(visible)
+def _is_tree(span: Span) -> bool:
+    """Return True if the pass over these rows is a tree's."""
+    return span.visible is not None or span.count > MOST_ROWS

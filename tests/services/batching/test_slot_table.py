@@ -82,7 +82,7 @@ class Line:
         logits = batcher.result(self.request)
         np.testing.assert_allclose(np.array(logits), np.array(self.expected), atol=3e-4)
         for store in (self.state, self.alone):
-            store.commit(store.frame.start + keep)
+            store.commit(store.span.start + keep)
 
 
 def shared_pass(batcher: Batcher, lines: list[Line], tokens: list[list[int]], keep: int) -> None:

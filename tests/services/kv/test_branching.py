@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import ModelError
+from services.engine.batch import Span
 from services.kv.branching import BranchingState
 from services.kv.rewinding import find_branching
 from services.mlx.loader import load
@@ -43,7 +44,7 @@ class Line:
             visible = np.concatenate([known, np.tile(eye, (1, depth + 1))], axis=1)
             positions = [np.arange(trunk), *(at + d for d in range(depth + 1))]
             start = trunk + depth * len(forks)
-            self.state.branches(start, np.concatenate(positions), visible)
+            self.state.place(Span(start, np.concatenate(positions), visible))
             batch = mx.array(tokens)[:, None]
             logits = self.model(batch, cache=self.state.caches)[:, 0]
             for branch, fork in enumerate(forks):

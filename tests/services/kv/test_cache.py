@@ -13,6 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
+from services.engine.batch import Span
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx.loader import windows_of
@@ -66,7 +67,7 @@ class Model:
         return list(range(self.next_label - count, self.next_label))
 
     def write(self, labels: list[int]) -> list[int]:
-        """Store them at the frame's slots; what attention would see."""
+        """Store them in the pass's slots; what attention would see."""
         keys, values = self.cache.update_and_fetch(rows_of(labels), rows_of(labels, -1))
         assert labels_of(keys) == [-label for label in labels_of(values)]
         return labels_of(keys)
@@ -83,7 +84,7 @@ class Model:
         """Write a row of branches behind what scratch there is."""
         start = len(self.trunk) + len(self.scratch)
         positions = np.arange(start + count)
-        self.store.branches(start, positions, np.ones((count, start + count), bool))
+        self.store.place(Span(start, positions, np.ones((count, start + count), bool)))
         labels = self.labels(count)
         self.scratch = self.scratch + labels
         self.check(self.write(labels))
@@ -227,7 +228,7 @@ def test_masks_of_branches_show_their_own_past(
     positions = np.concatenate([np.arange(trunk), scratch])
     store = KVStore([window], bucketed=bucketed)
     store.chain(trunk)
-    store.branches(trunk + depth * len(forks), positions, visible)
+    store.place(Span(trunk + depth * len(forks), positions, visible))
     mask = as_mask(store.caches[0].make_mask(len(forks)))
     reach = BUCKET if bucketed else len(positions)
     expected = np.zeros((len(forks), reach), bool)
@@ -304,10 +305,10 @@ def test_masks_are_made_once_per_frame() -> None:
 
 
 def test_a_mask_of_another_size_is_an_error() -> None:
-    """A model that asks for a mask of other tokens than those of the frame is told so."""
+    """A model that asks for a mask of other tokens than those of the pass is told so."""
     store = KVStore([None], bucketed=False)
     store.chain(3)
-    with pytest.raises(ValueError, match="a mask of 4 tokens, the frame has 3"):
+    with pytest.raises(ValueError, match="a mask of 4 tokens, the pass has 3"):
         store.caches[0].make_mask(4)
 
 

@@ -37,7 +37,6 @@ from services.drafter.backends.head.weights import TargetEnds
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_tree import Trunk
 from services.kv.cache import KVStore
-from services.kv.slots import parent_slots
 from services.runtime.sequence_table import check_rewind
 
 WINDOW = 4096
@@ -352,10 +351,10 @@ class RecurrentBackend(MlxBackend):
         They are the target's at the pending token's row, otherwise the output of the row before;
         zeros if there is none.
         """
-        positions = store.frame.positions[store.frame.start :]
+        positions = store.positions
         if len(positions) == 1 and trunk.states.covers(trunk.first + int(positions[0])):
             return self._states(trunk, int(positions[0]), 0)[:, :1]
         given = store.caches[1].keys
-        if given is None or not store.frame.start:
+        if given is None or not store.span.start:
             return mx.zeros((1, len(positions), self._head.width), self._dtype)
-        return mx.take(given[:, 0], mx.array(parent_slots(store.frame)), axis=1)
+        return mx.take(given[:, 0], mx.array(store.span.parent_slots), axis=1)
