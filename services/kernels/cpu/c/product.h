@@ -12,6 +12,16 @@ enum {
     AHEAD = 2048           /* bytes that are fetched ahead */
 };
 
+/* With few registers, rolled up: eight steps at once would keep the activations in memory. The
+ * activations of nibbles are then read once for the registers of a strip. */
+#ifdef FEW_REGISTERS
+#define STEPS _Pragma("GCC unroll 1")
+enum { NIBBLE_PARTS = PARTS };
+#else
+#define STEPS UNROLLED
+enum { NIBBLE_PARTS = 1 };
+#endif
+
 /* Rows of activations, rounded to bytes in groups of 32 or as they are, in tiles of a few rows that
  * are computed together; in a tile, the rows of a group (of an input) are side by side. */
 struct rows {
@@ -82,13 +92,50 @@ INLINE void put_sums(const struct matrix *m, int strip, int count, vf sums[][PAR
     }
 }
 
+/* Adds the products of 32 inputs with `parts` registers of the strip, from `part` on. */
+INLINE void add_bytes(int weights, int scales, struct group group, const uint8_t *codes, int part,
+                      int parts, const int8_t *bytes, const float *own, const float *all, int count,
+                      vf sums[][PARTS])
+{
+    dot_sum dots[TILE_ROWS][PARTS];
+    UNROLLED for (int r = 0; r < count; r++)
+        UNROLLED for (int p = 0; p < parts; p++)
+            dots[r][p] = (dot_sum){0};
+    STEPS for (int pair = 0; pair < 4; pair++)
+        UNROLLED for (int half = 0; half < 2; half++) {
+            const int step = 2 * pair + half;
+            vi code[PARTS];
+            UNROLLED for (int p = 0; p < parts; p++)
+                code[p] = codes_of(weights, codes, step, part + p);
+            UNROLLED for (int r = 0; r < count; r++) {
+                int32_t four;
+                memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
+                UNROLLED for (int p = 0; p < parts; p++) {
+                    if (weights == BITS4)
+                        dot_step_nibbles(&dots[r][p], code[p], four);
+                    else
+                        dot_step(&dots[r][p], code[p], four);
+                }
+            }
+        }
+    UNROLLED for (int p = 0; p < parts; p++) {
+        vf scale = factors_of(scales, group, 0, part + p), bias = factors_of(scales, group, 1, part + p);
+        UNROLLED for (int r = 0; r < count; r++) {
+            vi dot = weights == BITS4 ? dot_total_nibbles(dots[r][p]) : dot_total(dots[r][p]);
+            vf *sum = &sums[r][part + p];
+            *sum = vf_fma(vf_numbers(dot) * scale, vf_all(own[r]), *sum);
+            *sum = vf_fma(bias, vf_all(all[r]), *sum);
+        }
+    }
+}
+
 /* A tile of rounded rows by a strip. */
 INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int strip,
                            const struct rows *x, int first, int count, float *y, long stride)
 {
     const uint8_t *strip_at = m->strips + strip * strip_bytes(m);
     const size_t bytes32 = STRIP * ROUNDED / (weights == BITS4 ? 2 : 1);
-    const int groups = m->inputs / m->group;
+    const int groups = m->inputs / m->group, parts = weights == BITS4 ? NIBBLE_PARTS : 1;
     const int8_t *bytes = x->bytes + (size_t)first * x->width;
     const float *own = x->scales + (size_t)first * (x->width / ROUNDED);
     const float *all = x->sums + (size_t)first * (x->width / ROUNDED);
@@ -102,28 +149,8 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
         for (; codes < end; codes += bytes32, bytes += count * ROUNDED, own += count, all += count) {
             for (size_t line = 0; line < bytes32; line += 64)
                 __builtin_prefetch(codes + line + AHEAD);
-            UNROLLED for (int p = 0; p < PARTS; p++) {
-                dot_sum dots[TILE_ROWS];
-                UNROLLED for (int r = 0; r < count; r++)
-                    dots[r] = (dot_sum){0};
-                UNROLLED for (int step = 0; step < 8; step++) {
-                    vi code = codes_of(weights, codes, step, p);
-                    UNROLLED for (int r = 0; r < count; r++) {
-                        int32_t four;
-                        memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
-                        if (weights == BITS4)
-                            dot_step_nibbles(&dots[r], code, four);
-                        else
-                            dot_step(&dots[r], code, four);
-                    }
-                }
-                vf scale = factors_of(scales, group, 0, p), bias = factors_of(scales, group, 1, p);
-                UNROLLED for (int r = 0; r < count; r++) {
-                    vi dot = weights == BITS4 ? dot_total_nibbles(dots[r]) : dot_total(dots[r]);
-                    sums[r][p] = vf_fma(vf_numbers(dot) * scale, vf_all(own[r]), sums[r][p]);
-                    sums[r][p] = vf_fma(bias, vf_all(all[r]), sums[r][p]);
-                }
-            }
+            STEPS for (int part = 0; part < PARTS; part += parts)
+                add_bytes(weights, scales, group, codes, part, parts, bytes, own, all, count, sums);
         }
         __builtin_prefetch(end + AHEAD);
     }

@@ -15,6 +15,7 @@
 #define ISA avx2
 #endif
 #define TILE_ROWS 4
+#define FEW_REGISTERS
 enum { LANES = 8 };
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
