@@ -79,20 +79,25 @@ class CostModel:
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
         self.drafts_in_turn = False
-        """True if the drafter should rest while the target verifies, and be awaited."""
+        """True if the drafter should rest during verifications: at first if both share cores."""
         self._switches: dict[tuple[Mode, int], SpeculationSwitch] = {}
         self._pass_times = PassTimes()
         self._models: dict[Role, tuple[str, str]] = {}
+        self._on_cpu: dict[Role, bool] = {}
 
     def on_hello(self, hello: Hello) -> None:
         """Start from the verifier's passes, if timed; forget measurements of another pair."""
         name = hello.backend, hello.model
         if self._models.setdefault(hello.role, name) != name:
-            kept = {"streams": self.streams, "_models": {**self._models, hello.role: name}}
+            models = {**self._models, hello.role: name}
+            kept = {"streams": self.streams, "_models": models, "_on_cpu": self._on_cpu}
             times = self._pass_times if hello.role == "drafter" else PassTimes()
             # In place: the planners of running requests hold this object.
             vars(self).update(vars(CostModel()) | kept)
             self.expect_passes(times)
+        self._on_cpu[hello.role] = hello.compute_unit == "cpu" and hello.backend != "remote"
+        if not self.verify_latency.is_observed:
+            self.drafts_in_turn = len(self._on_cpu) > 1 and all(self._on_cpu.values())
         if hello.role == "drafter":
             on_gpu = hello.compute_unit.partition(":")[0] in _GPUS  # "cuda:1" names a card
             self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU

@@ -116,9 +116,9 @@ def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:
 def service(role: Role, model: str, **fields: Any) -> Hello:
     """A service of this model says hello."""
     return Hello(
-        protocol=PROTOCOL_VERSION, role=role, pid=1, backend="mlx", model=model,
+        protocol=PROTOCOL_VERSION, role=role, pid=1, model=model,
         tokenizer_fingerprint="t", vocabulary_size=9, context_length=0, max_draft_tokens=9,
-        **{"compute_unit": "cpu", **fields},
+        **{"compute_unit": "cpu", "backend": "mlx", **fields},
     )  # fmt: skip
 
 
@@ -162,3 +162,26 @@ def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
         branches[unit] = Planner("ssd", estimates).branches
     expected = {"cuda": 32, "cuda:1": 32, "cpu": 8, "metal": 32, "cpu_and_ne": 8, "": 8}
     assert branches == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "backend", "in_turn"),
+    [
+        ("cpu", "cpu", "mlx", True),
+        ("cpu", "cpu", "remote", False),
+        ("cuda:0", "cpu", "mlx", False),
+        ("cpu", "metal", "mlx", False),
+    ],
+)
+def test_drafting_begins_in_turn_on_cores_that_both_share(
+    target: str,
+    drafter: str,
+    backend: str,
+    in_turn: bool,  # noqa: FBT001  # pytest names it
+) -> None:
+    """A drafter beside a target on the same cores slows it down by what it computes."""
+    estimates = CostModel()
+    estimates.on_hello(service("verifier", "large", compute_unit=target))
+    assert not estimates.drafts_in_turn
+    estimates.on_hello(service("drafter", "small", compute_unit=drafter, backend=backend))
+    assert estimates.drafts_in_turn is in_turn
