@@ -23,10 +23,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
 from services.batching.slot_table import SlotTable
-from services.batching.table_cache import TableKV
 from services.kernels.cpu import attention as cpu_attention
 from services.kernels.cuda import attention as cuda_attention
-from services.kernels.cuda.kv_rows import wait_for
+from services.kernels.cuda.kv_rows import SharedKV, wait_for
 from services.kernels.metal import choice
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
@@ -170,10 +169,11 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
     ) -> mx.array:
         queries = wait_for(getattr(cache, "pending", None), queries)
-        if isinstance(keys, TableKV):
+        if isinstance(keys, SharedKV):
             if sinks is not None:
                 raise TypeError("attention over a table has no sinks")
-            return keys.attend(queries, keys.buffer, values.buffer, keys.mask, keys.first, scale)
+            mask, first = keys.batch.visible, keys.batch.first
+            return keys.attend(queries, keys.buffer, values.buffer, mask, first, scale)
         if not isinstance(keys, PackedKV):
             return attend(queries, keys, values, cache, scale, mask, sinks)
         rows = mx.split(queries, keys.borders, axis=2)

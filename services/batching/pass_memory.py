@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from protocol.errors import OutOfMemory
+from services.engine.batch import round_to_traced
 from services.kernels.cpu.decoder import kernel_of
 from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
-from services.mlx.tracing.traced_slots import round_to_largest
 
 _RESERVE = 128 << 20
 """Memory allocated by libraries: MKL's buffers, threads' stacks and heaps."""
@@ -81,7 +81,7 @@ class PassMemory:
         self._held_per_row = kv.passes.held_per_row if on_cuda else 0
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
         self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
-        self._count_slots = round_to_largest if on_cuda else round_to_bucket
+        self._count_slots = _round_to_largest if on_cuda else round_to_bucket
         self._part_bytes = self._layers * _BYTES * _count_queries(model) if on_cuda else 0
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
@@ -219,3 +219,8 @@ def _count_queries(model: Any) -> int:
 def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:
     parameters: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
     return parameters
+
+
+def _round_to_largest(slots: int) -> int:
+    """Return the largest buffer, in slots, for this many, replayed or not."""
+    return round_to_traced(slots) or round_to_bucket(slots)

@@ -12,6 +12,7 @@ Passes are padded to one of a few sizes, which are computed at load (`round_rows
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,15 +20,16 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ModelError
-from services.batching.table_cache import Attend, TableLayer, TablePass
-from services.batching.traced_table import TracedTable, call_model, trace_table_if_faster
+from services.engine.batch import Batch
+from services.engine.trace import FeatureReader, Trace
 from services.kernels.cuda import kv_rows
 from services.kernels.cuda.attention import ROWS_STEP, round_rows
+from services.kernels.cuda.kv_rows import Attend, TracedLayer
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
-from services.mlx.tracing.traced_forward import FeatureReader
+from services.mlx.selftest import check
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -58,6 +60,15 @@ class _Kind(NamedTuple):
     heads: int
     size: int
     dtype: mx.Dtype
+
+
+@dataclass
+class _Layer:
+    """One layer's keys and values of all seats."""
+
+    keys: mx.array
+    """[1, heads, filler slots and seats * slots, size]"""
+    values: mx.array
 
 
 class Seat:
@@ -94,13 +105,13 @@ class SlotTable:
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
-        self._layers: list[TableLayer] = []
+        self._layers: list[_Layer] = []
         self._kinds: list[tuple[_Kind, _Kind]] = []
         """Kinds of the layers, once one was used."""
         self._taken: list[weakref.ref[KVStore] | None] = []
         self._slots = 0
         """Slots per seat."""
-        self._traced: TracedTable | None = None
+        self._traced: Trace | None = None
         self._written: list[mx.array] = []
         """Per layer, an array that is computed once the last pass has written its rows in place."""
 
@@ -114,21 +125,32 @@ class SlotTable:
         return self._run(model, row, stores, self._traced if is_own and few else None)
 
     def _run(
-        self, model: Any, row: mx.array, stores: Sequence[KVStore], traced: TracedTable | None
+        self, model: Any, row: mx.array, stores: Sequence[KVStore], traced: Trace | None
     ) -> mx.array | None:
         count = row.shape[1]
         more = round_rows(count) - count
         self._finish_pass()
         self._written = []
-        now = self._pack(stores, more)
-        if now is None:
+        batch = self._pack(row, stores, more)
+        if batch is None:
             return None
-        filled = mx.pad(row, [(0, 0), (0, more)]) if more else row
         if traced is not None:
-            logits, self._written = traced(filled, self._layers, now)
+            replayed = traced(batch, self._layers)
+            logits, self._written = replayed.logits, replayed.written
+            if traced.reader is not None and replayed.features is not None:
+                traced.reader.put(replayed.features)
         else:
-            logits = call_model(model, filled, self._layers, now, self._attend)
+            logits = self._call(model, batch)
         return logits[:, :count] if more else logits
+
+    def _call(self, model: Any, batch: Batch) -> mx.array:
+        """Compute a pass by the model itself."""
+        caches = [
+            TracedLayer(one.keys, one.values, batch, attend=self._attend) for one in self._layers
+        ]
+        logits: mx.array = model(batch.tokens, cache=caches)
+        self._layers = [_Layer(cache.keys, cache.values) for cache in caches]
+        return logits
 
     def _finish_pass(self) -> None:
         """Make sure that the rows of the last pass are written, even if its result was not used."""
@@ -146,7 +168,10 @@ class SlotTable:
         """
         try_pass = partial(self._try_pass, model, make_store)
         trial = partial(try_pass, _TRIAL_ROWS)
-        self._traced = yield from trace_table_if_faster(model, self._attend, trial)
+        traced = Trace(model, attend=self._attend)
+        ways = partial(trial, None), partial(trial, traced)
+        verdict = yield from check("traced shared passes", "trace", *ways, [(), ()])
+        self._traced = traced if verdict.faster else None
         try:
             for rows in _WARM_PASSES * _WARM_TIMES:
                 mx.eval(try_pass(rows, self._traced))
@@ -159,7 +184,7 @@ class SlotTable:
             _log.info("passes of several sequences are not computed beforehand: %s", error)
 
     def _try_pass(
-        self, model: Any, make_store: Callable[[], Any], rows: int, traced: TracedTable | None
+        self, model: Any, make_store: Callable[[], Any], rows: int, traced: Trace | None
     ) -> mx.array:
         """Run a pass over two new sequences, one of which has all tokens but one."""
         stores = [make_store(), make_store()]
@@ -182,14 +207,14 @@ class SlotTable:
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
         return 0 < pairs * widest <= _MOST_PROMPT_BYTES
 
-    def _pack(self, stores: Sequence[KVStore], more: int) -> TablePass | None:
+    def _pack(self, row: mx.array, stores: Sequence[KVStore], more: int) -> Batch | None:
         ends = [store.span.end for store in stores]
         if not self._make_room(stores, max(ends)):
             return None
         for store in stores:
             if store.seat is None:
                 self._take_in(store)
-        return self._plan(stores, max(ends), more)
+        return self._plan(mx.pad(row, [(0, 0), (0, more)]) if more else row, stores, max(ends))
 
     @property
     def milestones(self) -> list[mx.array]:
@@ -264,11 +289,11 @@ class SlotTable:
             return False
 
         def empty(kind: _Kind) -> mx.array:
-            return mx.zeros((kind.heads, _FILLER + seats * slots, kind.size), kind.dtype)
+            return mx.zeros((1, kind.heads, _FILLER + seats * slots, kind.size), kind.dtype)
 
         self._taken = [None for _ in range(seats)]
         self._slots = slots
-        self._layers = [TableLayer(empty(keys), empty(values)) for keys, values in self._kinds]
+        self._layers = [_Layer(empty(keys), empty(values)) for keys, values in self._kinds]
         return True
 
     def _grow(self, seats: int, slots: int) -> None:
@@ -276,12 +301,12 @@ class SlotTable:
         wider = [(0, 0), (0, seats - before), (0, slots - self._slots), (0, 0)]
 
         def widen(buffer: mx.array) -> mx.array:
-            heads, _, size = buffer.shape
-            seated = buffer[:, _FILLER:].reshape(heads, before, self._slots, size)
-            padded = mx.pad(seated, wider).reshape(heads, seats * slots, size)
-            return mx.concatenate([buffer[:, :_FILLER], padded], axis=1)
+            _, heads, _, size = buffer.shape
+            seated = buffer[0, :, _FILLER:].reshape(heads, before, self._slots, size)
+            padded = mx.pad(seated, wider).reshape(1, heads, seats * slots, size)
+            return mx.concatenate([buffer[..., :_FILLER, :], padded], axis=2)
 
-        self._layers = [TableLayer(widen(one.keys), widen(one.values)) for one in self._layers]
+        self._layers = [_Layer(widen(one.keys), widen(one.values)) for one in self._layers]
         self.evaluate()
         self._taken += [None] * (seats - before)
         self._slots = slots
@@ -296,17 +321,17 @@ class SlotTable:
         for layer, cache in zip(self._layers, store.caches, strict=True):
             keys, values = cache.keys, cache.values
             if count and keys is not None and values is not None:
-                layer.keys[:, base : base + count, :] = keys[0, :, :count]
-                layer.values[:, base : base + count, :] = values[0, :, :count]
+                layer.keys[..., base : base + count, :] = keys[..., :count, :]
+                layer.values[..., base : base + count, :] = values[..., :count, :]
             cache.keys = cache.values = None
         store.seat = Seat(self, index)
         self._taken[index] = weakref.ref(store)
 
-    def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> TablePass:
-        """Plan the rows of these sequences and `more` unused ones; each attends to some slot."""
+    def _plan(self, tokens: mx.array, stores: Sequence[KVStore], longest: int) -> Batch:
+        """Place the rows of these sequences and unused ones; each attends to some slot."""
         bases = [self._base(_seat_of(store).index) for store in stores]
         counts = [store.span.count for store in stores]
-        rows = sum(counts)
+        rows, more = sum(counts), tokens.size - sum(counts)
         mask: Any = np.zeros((rows + more, min(round_to_bucket(longest), self._slots)), np.bool_)
         mask[rows:, 0] = True
         slots, row = [], 0
@@ -317,12 +342,12 @@ class SlotTable:
             row += span.count
         filler = np.zeros(more, np.int64)
         positions = np.concatenate([*(store.positions for store in stores), filler])
-        return TablePass(
-            # One array for all layers: they share the sines of a position by its identity.
-            offset=mx.array(positions, dtype=mx.int32),
-            slots=mx.array(np.concatenate([*slots, np.arange(more)])[None, :, None], mx.int32),
-            first=mx.array(np.concatenate([np.repeat(bases, counts), filler]), dtype=mx.int32),
-            mask=mx.array(mask),
+        return Batch(
+            tokens,
+            mx.array(np.concatenate([*slots, np.arange(more)]), mx.int32),
+            mx.array(positions, dtype=mx.int32),
+            mx.array(mask),
+            mx.array(np.concatenate([np.repeat(bases, counts), filler]), dtype=mx.int32),
         )
 
     def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
@@ -331,7 +356,7 @@ class SlotTable:
         base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
         copies: list[tuple[mx.array, mx.array]] = [
-            (mx.contiguous(one.keys[None, :, rows]), mx.contiguous(one.values[None, :, rows]))
+            (mx.contiguous(one.keys[..., rows, :]), mx.contiguous(one.values[..., rows, :]))
             for one in self._layers
         ]
         # While they are views, the table cannot be written in place.
@@ -343,14 +368,17 @@ class SlotTable:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
         base = self._base(index)
         if self._written:  # written in place, and so moved in place
-            pairs = [(one.keys[None], one.values[None]) for one in self._layers]
-            launch([kv_rows.move(*pair, base + slots, base + to) for pair in pairs])
+            launch(
+                [
+                    kv_rows.move(one.keys, one.values, base + slots, base + to)
+                    for one in self._layers
+                ]
+            )
             return
         for layer in self._layers:
             for buffer in (layer.keys, layer.values):
-                buffer[:, base + to : base + to + slots.size, :] = mx.take(
-                    buffer, base + slots, axis=1
-                )
+                end = base + to + slots.size
+                buffer[..., base + to : end, :] = mx.take(buffer, base + slots, axis=2)
 
 
 def _kind_of(rows: mx.array | None) -> _Kind:

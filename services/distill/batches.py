@@ -19,7 +19,7 @@ _STEP = 64
 """Lengths are multiples of this, positions of twice as much."""
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """One step's sequences and the positions whose next token is trained."""
 
     tokens: Integers
@@ -86,13 +86,13 @@ class Batches:
         """Steps that cover every text at least once."""
         return sum(bucket.steps for bucket in self._buckets)
 
-    def at(self, step: int) -> Batch:
+    def at(self, step: int) -> TrainingBatch:
         """Return the batch of a training step, a function of the step alone."""
         epoch, place = divmod(step, self.steps)
         number, rows = self._order(epoch)[place]
         return self._of(self._buckets[number], rows, np.random.default_rng([self._seed, 1, step]))
 
-    def in_order(self, number: int) -> Batch:
+    def in_order(self, number: int) -> TrainingBatch:
         """Return the `number`-th batch of a single pass over all texts in order.
 
         All have the greatest length; the last is filled up with row 0, unweighted.
@@ -126,7 +126,7 @@ class Batches:
         rows: Integers,
         chance: np.random.Generator,
         real: npt.NDArray[np.bool_] | None = None,
-    ) -> Batch:
+    ) -> TrainingBatch:
         weights = self._weights[rows, : bucket.length]
         if real is not None:
             weights = weights * real[:, None].astype(np.float32)
@@ -138,7 +138,7 @@ class Batches:
         positions[: len(found)] = found
         chosen = np.zeros(bucket.learned, np.float32)
         chosen[: len(found)] = flat[found]
-        return Batch(self._tokens[rows, : bucket.length], positions, chosen, rows)
+        return TrainingBatch(self._tokens[rows, : bucket.length], positions, chosen, rows)
 
 
 def _round_up(length: int) -> int:

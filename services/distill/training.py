@@ -16,7 +16,7 @@ import numpy as np
 from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
-from services.distill.batches import Batch, Batches
+from services.distill.batches import Batches, TrainingBatch
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.context import Blocks, Context, context_of, random_blocks
 from services.distill.logits import TargetDistribution, Weights, number
@@ -205,7 +205,7 @@ class Trainer:
 
     # ------------------------------------------------------------ on-policy prefixes
 
-    def _choose_replaced(self, batch: Batch, step: int) -> mx.array:
+    def _choose_replaced(self, batch: TrainingBatch, step: int) -> mx.array:
         """Return [count], the positions whose next token the drafter replaces."""
         chance = np.random.default_rng([self._settings.seed, 3, step])
         chosen = chance.random(batch.positions.shape) < self._settings.on_policy
@@ -280,7 +280,7 @@ class _Clock:
         return self._before + time.monotonic() - self._started
 
 
-def _on_device(batch: Batch) -> DeviceBatch:
+def _on_device(batch: TrainingBatch) -> DeviceBatch:
     return DeviceBatch(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
 
 

@@ -1,10 +1,12 @@
 """What a forward pass is over: the only description of its rows.
 
-A `Span` is one sequence's part of a pass. It imports nothing of the other rooms, which all may
-import it.
+A `Span` is one sequence's part of a pass; a `Batch` are the rows of a pass as arrays, which a trace
+takes. This module imports nothing of the other rooms, which all may import it.
 """
 
+import functools
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,14 @@ from protocol.decoding.token_tree import TokenTree
 
 Positions = npt.NDArray[np.int64]
 Visible = npt.NDArray[np.bool_]
+
+MOST_SLOTS = 131072
+"""Largest buffer of a trace."""
+_STEPS = (
+    (1024, 256), (4096, 512), (8192, 1024), (16384, 2048),
+    (32768, 4096), (65536, 8192), (MOST_SLOTS, 16384),
+)  # fmt: skip
+"""(slots, step): up to that many slots, buffer sizes of traces are multiples of the step."""
 
 
 class Span:
@@ -65,8 +75,8 @@ class Span:
         own = np.eye(self.count, dtype=np.bool_)
         return Span(self.end, positions, np.concatenate([self.find_visible(), own], axis=1))
 
-    def pad(self, rows: int, slots: int) -> tuple[mx.array, mx.array]:
-        """Return [rows] positions and [rows, slots] visible slots.
+    def pad(self, rows: int, slots: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the arguments of a `Batch` after its tokens, for this many rows and slots.
 
         A row of padding attends only to itself, in a slot after the others, which the next pass
         overwrites.
@@ -75,7 +85,7 @@ class Span:
         positions[: self.count] = self.own_positions
         visible = np.eye(rows, slots, self.start, dtype=np.bool_)
         visible[: self.count, : self.end] = self.find_visible()
-        return mx.array(positions), mx.array(visible)
+        return mx.array(self.start), mx.array(positions), mx.array(visible)
 
 
 def tree_span(start: int, tree: TokenTree) -> Span:
@@ -83,3 +93,93 @@ def tree_span(start: int, tree: TokenTree) -> Span:
     positions = np.concatenate([np.arange(start), start + np.array(tree.depths)])
     before = np.ones((len(tree), start), np.bool_)
     return Span(start, positions, np.concatenate([before, tree.visible()], axis=1))
+
+
+class Batch:
+    """The rows of a pass as arrays, the same in all layers.
+
+    Args:
+        tokens: [1, rows].
+        slots: [] the first row's slot, in a chain also its position; or [rows].
+        positions: [rows]; None for a chain.
+        visible: [rows, slots] slots that each row attends to; None for a chain.
+        first: [rows] the first slot of each row's sequence, from which its visible slots count, if
+            sequences share the buffers.
+    """
+
+    def __init__(
+        self,
+        tokens: mx.array,
+        slots: mx.array,
+        positions: mx.array | None = None,
+        visible: mx.array | None = None,
+        first: mx.array | None = None,
+    ) -> None:
+        given = (tokens, slots, positions, visible, first)
+        self.arrays = [array for array in given if array is not None]
+        """The arguments, as inputs of a trace."""
+        self.tokens, self.count = tokens, tokens.size
+        self.visible, self.first = visible, first
+        self.start = slots
+        self.offset = slots if positions is None else positions
+        """RoPE's offset: [] or [rows]."""
+        self._positions = positions
+
+    @cached_property
+    def slots(self) -> mx.array:
+        """[rows] the slot of each row."""
+        return self.start if self.start.ndim else self.start + count_to(self.count)
+
+    @property
+    def positions(self) -> mx.array:
+        """[rows] the position of each row."""
+        return self.slots if self._positions is None else self._positions
+
+    def make_mask(self, slots: int, window: int | None) -> mx.array:
+        """Return bool [rows, slots], the slots that each row attends to."""
+        if self.visible is not None:
+            if window is not None:
+                raise ValueError("a tree is not traced through a sliding window")
+            return self.visible
+        queries, keys = self.slots[:, None], count_to(slots)[None]
+        visible = keys <= queries
+        return visible if window is None else visible & (queries - keys < window)
+
+    def continue_rows(self, stride: mx.array) -> list[mx.array]:
+        """Return the arguments, after the tokens, of a batch of one more token after each row.
+
+        Args:
+            stride: [] the slots between the rows of the two.
+        """
+        if self.visible is None:
+            raise ValueError("a chain has no branches that continue")
+        own, keys = (self.slots + stride)[:, None], count_to(self.visible.shape[1])[None]
+        return [self.start + stride, self.positions + 1, self.visible | (keys == own)]
+
+
+class Shape(NamedTuple):
+    """Shape of the passes that a trace serves."""
+
+    rows: int
+    slots: int
+    forks: bool = False
+    """True if the rows form a tree, or branches."""
+
+
+def round_to_traced(slots: int) -> int:
+    """Return the size of a trace's buffers with room for `slots` slots; 0 if there is none."""
+    step = next((step for most, step in _STEPS if slots <= most), 0)
+    return -(-slots // step) * step if step else 0
+
+
+def count_to(count: int) -> mx.array:
+    """Return [count] int32: 0, 1, 2 and so on; a trace needs no launch for it."""
+    numbers = _count()
+    return numbers[:count] if count <= numbers.size else mx.arange(count)
+
+
+@functools.cache
+def _count() -> mx.array:
+    numbers = mx.arange(MOST_SLOTS)
+    mx.eval(numbers)
+    return numbers

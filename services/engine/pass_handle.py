@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Sampling, Tokens
-from services.kernels.cuda.doorbell import Doorbell, LateInputs
+from services.kernels.cuda.doorbell import Doorbell, Ticket
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState, begin_pass
@@ -153,7 +153,7 @@ class ReservedPass(PassHandle):
     """A launched pass that waits on the device for its tokens."""
 
     bell: Doorbell
-    late: LateInputs
+    ticket: Ticket
     slots: int
     """Slots of its buffers, which must have room for its tokens."""
     written: list[mx.array] | None
@@ -166,7 +166,7 @@ class ReservedPass(PassHandle):
             return False
         begin_pass(store, tree)
         store.written = self.written
-        self.bell.ring(self.late, tree, store.span.start)
+        self.bell.ring(self.ticket, tree, store.span.start)
         self.timing = PassTiming(len(tree), 1)
         self.logits = self.logits[: len(tree)]
         return True
@@ -174,9 +174,9 @@ class ReservedPass(PassHandle):
     def cancel(self) -> None:
         """Let the device skip it, unless it has its tokens."""
         if not self.timing.rows:
-            self.bell.call_off(self.late)
+            self.bell.call_off(self.ticket)
 
     @property
     def is_missed(self) -> bool:
         """True if it had timed out when filled, so that its logits are invalid; waits."""
-        return not self.late.rung.item()
+        return not self.ticket.rung.item()

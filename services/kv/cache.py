@@ -18,7 +18,7 @@ from protocol.decoding.token_tree import TokenTree
 from services.engine.batch import Span, tree_span
 from services.kernels.cuda import kv_rows
 from services.kv.resident import ResidentSlots
-from services.kv.slots import BUCKET, SlotCache, TableSeat, round_to_bucket, store_rows
+from services.kv.slots import BUCKET, SlotCache, TableSeat, grow, round_to_bucket, store_rows
 from services.kv.state import PassSize
 from services.mlx.launching import launch
 
@@ -182,6 +182,11 @@ class KVStore:
                     for buffer in (cache.keys, cache.values)
                 )
         self._is_shared = False
+
+    def widen(self, slots: int) -> None:
+        """Grow the buffers to this many slots."""
+        for cache in self.caches:
+            cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
 
     def dump(self, length: int) -> dict[str, mx.array]:
         """Return "layer.keys" and "layer.values", [1, heads, length, size], of the first tokens."""

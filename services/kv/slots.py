@@ -132,6 +132,14 @@ def round_to_bucket(length: int) -> int:
     return -(-length // BUCKET) * BUCKET
 
 
+def grow(buffer: mx.array | None, end: int) -> mx.array:
+    """Return the buffer with room for `end` slots."""
+    if buffer is None:
+        raise ValueError("a chain without tokens before it has no buffers to be traced with")
+    missing = round_to_bucket(end) - buffer.shape[2]
+    return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])
+
+
 def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     """Return `buffer` with `rows` at slot `start`, grown if necessary."""
     end = start + rows.shape[2]

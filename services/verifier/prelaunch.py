@@ -120,7 +120,7 @@ class Prelauncher:
         after = self._traced.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)
         if after is not None:
             current.report = self._bell.report(choice)
-            results = [after.late.rung, after.logits]
+            results = [after.ticket.rung, after.logits]
             if isinstance(after.features, mx.array):
                 after.features = self._send(after.features)
                 results.append(pending(after.features))

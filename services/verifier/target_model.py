@@ -15,6 +15,7 @@ from services.batching.packing import (
     supports_trees,
 )
 from services.batching.slot_table import SlotTable
+from services.engine.trace import FeatureReader
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
 from services.kernels.cuda.attention import attend_table
@@ -26,7 +27,7 @@ from services.mlx.loader import compute_unit, windows_of
 from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
 from services.mlx.tracing.forward_trial import trace_if_faster
-from services.mlx.tracing.traced_forward import FeatureReader, TracedForward
+from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.preparation import Steps, run_all
 
 

@@ -1,38 +1,28 @@
 """Rows that advance together, one token per pass: by the model itself, or from traces.
 
 A depth of a small drafter costs the host, which builds the graph, more than the GPU, which computes
-it. Here `mx.compile` records a pass for a few numbers of rows and sizes of the KV buffers (see
-`mlx.tracing.traced_forward`); everything that changes from pass to pass is an input, and the slots
-and masks of the next pass are outputs next to the logits, so that nothing has to be sent to the
-device between two passes.
+it. Here a pass is replayed for a few numbers of rows and sizes of the KV buffers (`engine.trace`);
+the slots and masks of the next pass are outputs next to the logits, so that nothing has to be sent
+to the device between two passes.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.messages import Sampling
-from services.engine.batch import Span
+from services.engine.batch import Batch, Shape, Span, round_to_traced
+from services.engine.trace import Trace, prefill
 from services.kernels.cuda.blocks import serves_any_length
-from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.sampling.guess import WIDTHS
 from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx import selftest
 from services.mlx.launching import launch
-from services.mlx.tracing.traced_slots import (
-    LayerInputs,
-    PassRows,
-    Shape,
-    count_to,
-    prefill,
-    round_to_traced,
-    widen,
-)
 from services.runtime.preparation import Steps
 from services.sampling.device import guess
 
@@ -103,7 +93,7 @@ class TracedRows:
     """Replaces `PlainBranches`, or `PlainChain` if the row is the trunk, by a trace.
 
     Args:
-        replay: the traced pass.
+        trace: of the model.
         store: holds their keys and values.
         span: of the first pass.
         shape: of the trace.
@@ -113,7 +103,7 @@ class TracedRows:
 
     def __init__(
         self,
-        replay: Any,
+        trace: Trace,
         store: KVStore,
         span: Span,
         shape: Shape,
@@ -122,11 +112,11 @@ class TracedRows:
         is_trunk: bool,
     ) -> None:
         self._left = depth
-        self._replay, self._store, self._is_trunk = replay, store, is_trunk
+        self._trace, self._store, self._is_trunk = trace, store, is_trunk
         self.count = shape.rows
         self._stride = mx.array(span.count, mx.int32)
-        self._place = [*span.pad(shape.rows, shape.slots), mx.array(span.start, mx.int32)]
-        widen(store, shape.slots)
+        self._place: Sequence[mx.array] = span.pad(shape.rows, shape.slots)
+        store.widen(shape.slots)
 
     @property
     def has_room(self) -> bool:
@@ -139,18 +129,12 @@ class TracedRows:
             # MLX does not check where it writes.
             raise IndexError("the buffers have no room for another pass")
         self._left -= 1
-        caches = self._store.caches
-        keys: Any = [cache.keys for cache in caches]
-        values: Any = [cache.values for cache in caches]
-        logits: mx.array
-        logits, self._place, after = self._replay(tokens, self._place, self._stride, [keys, values])
-        # MLX writes in place only if no other reference exists.
-        del keys, values
-        for cache, own_keys, own_values in zip(caches, *after, strict=True):
-            cache.keys, cache.values = own_keys, own_values
+        batch = Batch(tokens[None], *self._place)
+        replayed = self._trace(batch, self._store.caches, self._stride)
+        self._place = replayed.following
         if self._is_trunk:
             self._store.chain(1)
-        return logits
+        return replayed.logits[0]
 
 
 class TracedPasses:
@@ -164,7 +148,7 @@ class TracedPasses:
 
     def __init__(self, model: Any, head_size: int, ids: mx.array) -> None:
         self._model, self._size, self._ids = model, head_size, ids
-        self._replay: Any = mx.compile(self._forward)
+        self._trace = Trace(model, columns=head_size, writes=False)
         self._choices: dict[tuple[int, bool], Any] = {}
         self._shapes: set[Shape] = set()
         self._traces_later = serves_any_length(model)
@@ -177,7 +161,7 @@ class TracedPasses:
         shape = self._find_shape(store, span, depth)
         if shape is None:
             return None
-        return TracedRows(self._replay, store, span, shape, depth=depth, is_trunk=is_trunk)
+        return TracedRows(self._trace, store, span, shape, depth=depth, is_trunk=is_trunk)
 
     def _find_shape(self, store: KVStore, span: Span, depth: int) -> Shape | None:
         rows, keys = _pad(span.count), store.caches[0].keys
@@ -226,25 +210,6 @@ class TracedPasses:
         best, found = self._choices[key](logits, rules)
         return best, found[..., :width]
 
-    def _forward(
-        self,
-        tokens: mx.array,
-        place: list[mx.array],
-        stride: mx.array,
-        buffers: list[list[mx.array]],
-    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
-        positions, visible, start = place
-        pairs = zip(*buffers, strict=True)
-        rows = PassRows(start, tokens.shape[0], positions, visible)
-        layers = [LayerInputs(k, v, rows) for k, v in pairs]
-        with in_trace():
-            logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
-        following = start + stride
-        own, slots = (rows.slots + stride)[:, None], count_to(visible.shape[1])[None]
-        seen = visible | (slots == own)
-        after = [[layer.keys for layer in layers], [layer.values for layer in layers]]
-        return logits, [positions + 1, seen, following], after
-
     # ------------------------------------------------------------ before use
 
     def prepare(self, new_store: Callable[[], KVStore]) -> Steps[None]:
@@ -257,7 +222,7 @@ class TracedPasses:
             for slots in TRACED_SLOTS:
                 self._shapes.add(Shape(rows, slots))
                 store = prefill(self._model, new_store, _TRIAL_PROMPT)
-                widen(store, slots)
+                store.widen(slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
                 yield
                 if slots == TRACED_SLOTS[0]:  # they are the same for any size

@@ -17,12 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.engine.batch import MOST_SLOTS
 from services.kernels.cuda.kernel import LANES, build
 from services.mlx.selftest import is_right
 
 MOST_ROWS = 32
-MOST_SLOTS = 131072
-"""Largest buffer of a trace."""
 _MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
 """Maximum rows times slots for our kernel, by head size (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
@@ -222,7 +221,7 @@ def _merge(parts: mx.array, dtype: mx.Dtype) -> mx.array:
     return out[0].swapaxes(1, 2)
 
 
-def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
+def attend_table(  # noqa: PLR0917  # `kv_rows.Attend`
     queries: mx.array,
     keys: mx.array,
     values: mx.array,

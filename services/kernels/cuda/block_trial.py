@@ -8,8 +8,9 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from protocol.jobs.kernel_report import KernelProbe
+from services.engine.batch import Batch
 from services.kernels.cuda.choice import in_trace
-from services.kernels.cuda.kv_rows import InPlace
+from services.kernels.cuda.kv_rows import TracedLayer
 from services.mlx.selftest import check
 from services.runtime.preparation import Steps
 
@@ -69,20 +70,6 @@ def _add(pairs: Pairs, rows: int, *, ours: bool) -> list[mx.array]:
     return [after - trial.x for after in trial.trace(ours=ours, chained=False)()]
 
 
-class _Layer(InPlace):
-    """A layer of a chain's pass."""
-
-    @property
-    def offset(self) -> mx.array:
-        """[] position of the first row."""
-        return self.slots[0]
-
-    @property
-    def positions(self) -> mx.array:
-        """[rows]."""
-        return self.slots
-
-
 class _Trial:
     """Passes of `rows` rows through some blocks with random keys and values.
 
@@ -108,8 +95,8 @@ class _Trial:
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array
         ) -> list[mx.array]:
-            slots, found = start + mx.arange(self._rows), list[mx.array]()
-            held = [_Layer(keys, values, slots, owned=False) for keys, values in buffers]
+            batch, found = Batch(x[..., 0], start), list[mx.array]()
+            held = [TracedLayer(keys, values, batch) for keys, values in buffers]
             for _ in range(_TURNS if chained else 1):
                 for (block, kernels), cache in zip(self._pairs, held, strict=True):
                     with in_trace():

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+from services.engine.batch import Batch
 from services.kernels.cuda import pinned
 from services.kernels.cuda.kernel import LANES, build
 from services.mlx.launching import launch
@@ -61,21 +62,13 @@ _PAIRS = (2, 4, 8, 16)
 """Sizes of the groups in which a pass's chosen tokens are read."""
 
 
-class LateInputs(NamedTuple):
-    """Inputs of a pass that are known only when its bell rings."""
+class Ticket(NamedTuple):
+    """The place of a waiting pass in the queue for the boxes."""
 
-    tokens: mx.array
-    """[1, rows]."""
-    start: mx.array
-    """[] slot of the first row."""
-    positions: mx.array
-    """[rows]."""
-    visible: mx.array
-    """[rows, slots] slots each row attends to."""
+    number: int
+    rows: int
     rung: mx.array
     """[1] 1 if the pass was rung."""
-    ticket: int
-    """Ticket of the pass."""
 
 
 class Doorbell:
@@ -90,16 +83,16 @@ class Doorbell:
         self._places = [_pair(*pinned.address_of(box)) for box in boxes]
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
-    def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
-        """Begin a pass that waits for its tokens, while it is traced.
+    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[Batch, Ticket]:
+        """Return the rows of a pass that waits for its tokens, known when the bell rings.
 
         Args:
             rows: of the pass, up to 32: a row's view of the pass is one word.
             slots: of the buffers.
             spare: a slot after all that can be in use by then, with room for the rows.
         """
-        ticket = next(self._tickets)
-        place, call = self._places[ticket % _BOXES], _pair(ticket, spare)
+        number = next(self._tickets)
+        place, call = self._places[number % _BOXES], _pair(number, spare)
         names = ("tokens", "start", "positions", "bits", "rung")
         wait = build(("doorbell.cuh",), _AWAIT, ("place", "call"), contiguous=True, outputs=names)
         tokens, start, positions, bits, rung = wait(
@@ -120,7 +113,7 @@ class Doorbell:
             output_shapes=[(rows, slots)],
             output_dtypes=[mx.bool_],
         )
-        return LateInputs(tokens, start[0], positions, visible, rung, ticket)
+        return Batch(tokens, start[0], positions, visible), Ticket(number, rows, rung)
 
     def launch(self, *arrays: mx.array) -> None:
         """Queue the computation of these arrays."""
@@ -133,30 +126,30 @@ class Doorbell:
         self.launch(*pairs)
         return lambda: np.concatenate([np.array(pair) for pair in pairs])[:count]
 
-    def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
+    def ring(self, ticket: Ticket, tree: TokenTree, start: int) -> None:
         """Start the pass over this tree, of at most its number of rows, from this slot on."""
-        box, count, rows = self._box(late.ticket), len(tree), late.tokens.shape[1]
+        box, count, rows = self._box(ticket), len(tree), ticket.rows
         box[_START] = start
         box[_TOKENS : _TOKENS + rows] = 0
         box[_TOKENS : _TOKENS + count] = tree.tokens
         box[_POSITIONS : _POSITIONS + rows] = start
         box[_POSITIONS : _POSITIONS + count] += np.array(tree.depths, np.int32)
         box[_SEEN : _SEEN + rows] = write_bits(tree, rows).view(np.int32)
-        self._release(late, runs=True)
+        self._release(ticket, runs=True)
 
-    def call_off(self, late: LateInputs) -> None:
+    def call_off(self, ticket: Ticket) -> None:
         """Cancel the pass; the device skips it immediately."""
-        self._release(late, runs=False)
+        self._release(ticket, runs=False)
 
-    def _box(self, ticket: int) -> npt.NDArray[np.int32]:
-        box: npt.NDArray[np.int32] = self._boxes[ticket % _BOXES]
+    def _box(self, ticket: Ticket) -> npt.NDArray[np.int32]:
+        box: npt.NDArray[np.int32] = self._boxes[ticket.number % _BOXES]
         return box
 
-    def _release(self, late: LateInputs, *, runs: bool) -> None:
-        box = self._box(late.ticket)
+    def _release(self, ticket: Ticket, *, runs: bool) -> None:
+        box = self._box(ticket)
         box[_RUNS] = runs
         # Last: on the supported processors, stores become visible in program order.
-        box[0] = late.ticket
+        box[0] = ticket.number
 
 
 def _pair(low: int, high: int) -> mx.array:

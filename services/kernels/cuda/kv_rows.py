@@ -8,12 +8,14 @@ and must make every reader wait for the rows (`wait_for`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from services.engine.batch import Batch
 from services.kernels.cuda.kernel import build
 from services.mlx.loader import compute_unit
 from services.mlx.selftest import is_right
@@ -51,51 +53,87 @@ class KVBuffers(NamedTuple):
     """[rows] int32, distinct."""
 
 
-class InPlace:
-    """A layer's cache in a trace, whose rows are written in place if possible.
+Attend = Callable[..., mx.array]
+"""Attention over buffers that sequences share.
+
+(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots], first
+[rows], scale) -> [1, heads, rows, size]; row i attends to the slots from first[i] on.
+"""
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """Keys or values of all sequences of a batch, in place of one sequence's."""
+
+    buffer: mx.array
+    """[kv heads, all slots, size]."""
+    batch: Batch
+    attend: Attend
+
+
+class TracedLayer:
+    """A layer's buffers during a pass over a batch, in the form of an mlx-lm KV cache.
 
     Args:
         keys: [1, heads, slots, size], like `values`.
         values: of the layer.
-        slots: of the rows.
-        owned: True if the trace may write into the buffers in place.
+        batch: the rows of the pass, which are written in place if possible.
+        owned: True if they may be written into the buffers in place.
+        attend: the attention of a batch whose sequences share the buffers.
     """
 
     is_traced = True
     """Attention over it must be part of the graph."""
 
-    def __init__(self, keys: mx.array, values: mx.array, slots: mx.array, *, owned: bool) -> None:
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        batch: Batch,
+        *,
+        owned: bool = False,
+        attend: Attend | None = None,
+    ) -> None:
         in_place = owned and writes_in_place(keys, values)
-        self.into = KVBuffers(keys, values, slots) if in_place else None
+        self.into = KVBuffers(keys, values, batch.slots) if in_place else None
         """The target of in-place writes."""
-        self.keys, self.values, self.slots = keys, values, slots
+        self.keys, self.values, self._batch, self._attend = keys, values, batch, attend
+        self.offset, self.positions = batch.offset, batch.positions
         self.written: mx.array | None = None
         """Computed once the rows are written."""
         self.pending: mx.array | None = None
         """See `wait_for`."""
 
-    def write_rows(self, keys: mx.array, values: mx.array) -> bool:
-        """Write [1, heads, rows, size] in place, if that is how rows are written."""
-        if self.into is None:
-            return False
-        self.pending = self.written = write(self.into, keys, values)
-        return True
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Return the slots each of the `n` rows attends to, bool [n, slots]."""
+        del return_array
+        if n != self._batch.count:
+            raise ValueError(f"a mask of {n} rows for a batch of {self._batch.count}")
+        return self._batch.make_mask(self.keys.shape[2], window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Store [1, heads, rows, size]; return the whole buffers."""
-        if not self.write_rows(keys, values):
-            slots = self.slots[None, None, :, None]
-            # One launch each; `slice_update` needs two, since only the device knows its start.
+        if self.into is not None:
+            self.pending = self.written = write(self.into, keys, values)
+        else:
+            slots = self._batch.slots[None, None, :, None]
+            # One launch each; `slice_update` needs two, since only the device knows its start, and
+            # an assignment six: it makes indices of the heads and converts them.
             self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
             self.values = mx.put_along_axis(self.values, slots, values, axis=2)
         return self.fetch()
 
     def fetch(self) -> Any:
         """Return the whole buffers."""
-        return self.keys, self.values
+        batch, attend = self._batch, self._attend
+        if batch.first is None or attend is None:
+            return self.keys, self.values
+        return tuple(SharedKV(own.squeeze(0), batch, attend) for own in (self.keys, self.values))
 
 
-def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
+def find_written(layers: Sequence[TracedLayer]) -> list[mx.array]:
     """Return an array of each layer that is computed once its rows are written in place.
 
     Raises:

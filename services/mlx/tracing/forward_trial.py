@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.trace import prefill
 from services.kv.cache import KVStore
 from services.mlx.launching import launch, launch_in_pieces
 from services.mlx.selftest import check, is_faster, pays, time_in_turn
@@ -18,7 +19,6 @@ from services.mlx.tracing.traced_forward import (
     Singles,
     TracedForward,
 )
-from services.mlx.tracing.traced_slots import prefill
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
 from services.engine.pass_handle import ReservedPass
+from services.engine.trace import prefill
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
 from services.kv.cache import KVStore
 from services.mlx.launching import launch_in_pieces
 from services.mlx.selftest import is_close, is_faster, measure_distance
 from services.mlx.tracing.traced_forward import TRACED_SLOTS, TracedForward
-from services.mlx.tracing.traced_slots import prefill, widen
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -90,13 +90,13 @@ class _Trial:
         store = self._stores[1]
         for slots, rows in itertools.product(TRACED_SLOTS, self._traced.tree_rows):
             store.trim(_PROMPT)
-            widen(store, slots)
+            store.widen(slots)
             store.chain(_ROWS)
             for _ in range(2):
                 if (pass_ := self._traced.reserve(rows, store, self._bell)) is None:
                     break
-                self._bell.ring(pass_.late, _CHAIN, store.span.start)
-                self._bell.launch(pass_.late.rung, pass_.logits)
+                self._bell.ring(pass_.ticket, _CHAIN, store.span.start)
+                self._bell.launch(pass_.ticket.rung, pass_.logits)
                 self._bell.report(mx.argmax(pass_.logits, axis=-1).astype(mx.int32))()
             yield
 
@@ -122,15 +122,15 @@ class _Trial:
             store.trim(_PROMPT)
             store.chain(_ROWS)
             began = time.perf_counter()
-            self._bell.ring(now.late, _CHAIN, store.span.start)
+            self._bell.ring(now.ticket, _CHAIN, store.span.start)
             logits = now.logits[:_ROWS]
             best = self._bell.report(mx.argmax(logits, axis=-1).astype(mx.int32))
             after = self._launch()
             best()
             times.append(time.perf_counter() - began)
-            self._missed += turn >= _SETTLED and not now.late.rung.item()
+            self._missed += turn >= _SETTLED and not now.ticket.rung.item()
             now = after
-        self._bell.call_off(now.late)
+        self._bell.call_off(now.ticket)
         return times, logits
 
     def _launch(self) -> ReservedPass:
@@ -138,5 +138,5 @@ class _Trial:
         after = self._traced.reserve(rows, self._stores[1], self._bell)
         if after is None:
             raise ValueError("there is no trace of a tree")
-        self._bell.launch(after.late.rung, after.logits)
+        self._bell.launch(after.ticket.rung, after.logits)
         return after

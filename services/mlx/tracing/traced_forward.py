@@ -4,36 +4,24 @@ A chain's shape is its number of tokens. A tree, whose size varies from round to
 one of a few sizes; the slots its rows attend to, and their positions, are inputs too. A long chain,
 which is rare, is treated as a tree.
 
-Building the graph of a forward costs the host milliseconds during which a GPU waits. Here
-`mx.compile` records it once per number of tokens and size of the KV buffers, fuses its small
-operations, and replays it in every later pass of that shape. Everything that changes from pass to
-pass is an input of the traced function: the tokens, the position of the first one, and the buffers.
-A plain number in their place would become part of the trace.
+See `engine.trace`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
-from services.engine.batch import Span
+from services.engine.batch import Batch, Shape, Span, round_to_traced
 from services.engine.pass_handle import ReservedPass
-from services.kernels.cuda.blocks import can_write_in_place, serves_any_length
-from services.kernels.cuda.choice import in_trace
+from services.engine.trace import FeatureReader, Replayed, Trace, prefill
+from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.doorbell import Doorbell
-from services.kernels.cuda.kv_rows import find_written, writes_in_place
+from services.kernels.cuda.kv_rows import writes_in_place
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx.launching import launch_first
-from services.mlx.tracing.traced_slots import (
-    LayerInputs,
-    PassRows,
-    Shape,
-    prefill,
-    round_to_traced,
-    widen,
-)
 
 MOST_ROWS = 9
 """Longest chain with its own trace; each length needs another one."""
@@ -50,15 +38,6 @@ long as a few passes.
 _PROMPT = 24
 """Tokens before those traced at load."""
 
-_Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
-"""Logits, keys and values of each layer, features if some are read.
-
-Where rows are written in place there are no values, and instead of keys an array that is computed
-once they are written.
-"""
-_Where = list[mx.array]
-"""[] the first row's slot; for a tree also [rows] positions, and [rows, slots] visible slots."""
-
 
 class Singles(NamedTuple):
     """The single tokens that are replayed."""
@@ -67,24 +46,6 @@ class Singles(NamedTuple):
     """Those whose pass starts on an idle device."""
     ahead: bool
     """Those whose pass starts while another one is running."""
-
-
-class FeatureReader(Protocol):
-    """Reads features of the model during its passes (`services.mlx.taps`)."""
-
-    def compute(self) -> mx.array | None:
-        """Return [tokens, width] of the last pass, lazy; None if nothing is read."""
-        ...
-
-    def put(self, features: mx.array) -> None:
-        """Set [tokens, width] features of the last pass, a replay that no reader observes."""
-        ...
-
-
-def features_of(reader: FeatureReader | None) -> list[mx.array]:
-    """Return the states read in a forward that is traced, as outputs of its trace."""
-    features = reader.compute() if reader is not None else None
-    return [] if features is None else [features]
 
 
 class TracedForward:
@@ -100,17 +61,14 @@ class TracedForward:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._trace = Trace(model)
         self._shapes: set[Shape] = set()
         """Shapes traced so far."""
         self._traces_later = serves_any_length(model)
         """True if chains and trees after longer texts are traced on demand."""
-        self._may_write = can_write_in_place(model)
-        """True if rows may be written into a store's buffers in place."""
         self.singles = Singles(awaited=True, ahead=True)
         self.tree_rows = TREE_ROWS
         """The sizes of trees in use."""
-        self.read(None)
 
     def pad_rows(self, count: int) -> int:
         """Return the size to which a tree of `count` rows is padded; 0 if it is too large."""
@@ -127,8 +85,7 @@ class TracedForward:
 
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
-        self._reader = reader
-        self._replay: Any = mx.compile(self._forward)
+        self._trace.read(reader)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """Return True if the current pass has a shape that is traced, or can be traced now.
@@ -150,16 +107,16 @@ class TracedForward:
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
-        store = prefill(self._model, new_store, _PROMPT)
-        widen(store, slots)
+        store = prefill(self._trace.model, new_store, _PROMPT)
+        store.widen(slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
         self._shapes.add(Shape(rows, slots, forks=False))
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace trees that are padded to `rows` rows, and compute one."""
-        store = prefill(self._model, new_store, _PROMPT)
-        widen(store, slots)
+        store = prefill(self._trace.model, new_store, _PROMPT)
+        store.widen(slots)
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
         store.append_tree(tree)
         mx.eval(self(mx.array(tree.tokens)[None], store))
@@ -178,17 +135,20 @@ class TracedForward:
         On an idle GPU (not `ahead`), the first layers are launched before the others are submitted.
         """
         span, shape = store.span, self._shape(store)
-        widen(store, shape.slots)
-        where = [mx.array(span.start)]
+        store.widen(shape.slots)
         if shape.forks:
-            where += span.pad(shape.rows, shape.slots)
             tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
-        logits, features = self._run(tokens, where, store)
-        if self._reader is not None and features:
-            self._reader.put(features[0][: span.count])
+            batch = Batch(tokens, *span.pad(shape.rows, shape.slots))
+        else:
+            batch = Batch(tokens, mx.array(span.start))
+        replayed = self._run(batch, store)
+        if replayed.written:
+            store.written = replayed.written
+        if self._trace.reader is not None and replayed.features is not None:
+            self._trace.reader.put(replayed.features[: span.count])
         if not ahead:
             launch_first(store.milestones)
-        return logits[:, : span.count]
+        return replayed.logits[:, : span.count]
 
     def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
         """Launch a pass over up to `rows` rows that waits for its tokens.
@@ -206,65 +166,26 @@ class TracedForward:
         fits = store.length + rows <= slots == round_to_traced(slots)
         if not fits or not self._has(Shape(rows, slots, forks=True)):
             return None
-        late = bell.await_tokens(rows, slots, store.length)
-        where = [late.start, late.positions, late.visible]
-        in_work = store.written
-        logits, features = self._run(late.tokens, where, store)
-        written, store.written = store.written, in_work
-        read = features[0] if features else None
+        batch, ticket = bell.await_tokens(rows, slots, store.length)
+        replayed = self._run(batch, store)
         return ReservedPass(
             state=store,
-            logits=logits[0],
-            features=read,
+            logits=replayed.logits[0],
+            features=replayed.features,
             bell=bell,
-            late=late,
+            ticket=ticket,
             slots=slots,
-            written=written,
+            written=replayed.written or None,
         )
 
-    def _run(
-        self, tokens: mx.array, where: _Where, store: KVStore
-    ) -> tuple[mx.array, list[mx.array]]:
-        """Return [1, rows, vocabulary] logits, and features if read; the store gets the rows."""
-        in_place = self._writes_in_place(store)
-        if in_place:
+    def _run(self, batch: Batch, store: KVStore) -> Replayed:
+        """Replay a pass; the store gets its rows."""
+        keys: Any = store.caches[0].keys
+        values: Any = store.caches[0].values
+        is_filled = keys is not None and values is not None
+        if is_filled and self._trace.may_write and writes_in_place(keys, values):
             store.own()
-        keys: Any = [cache.keys for cache in store.caches]
-        values: Any = [cache.values for cache in store.caches]
-        if not in_place:  # MLX writes in place only if no other reference exists
-            for cache in store.caches:
-                cache.keys = cache.values = None
-        logits, keys, values, features = self._replay(tokens, where, keys, values)
-        if in_place:
-            store.written = keys
-            return logits, features
-        for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
-            cache.keys, cache.values = own_keys, own_values
-        return logits, features
-
-    def _writes_in_place(self, store: KVStore) -> bool:
-        keys, values = store.caches[0].keys, store.caches[0].values
-        if keys is None or values is None or not self._may_write:
-            return False
-        return writes_in_place(keys, values)
-
-    def _forward(
-        self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
-    ) -> _Outputs:
-        rows = PassRows(where[0], tokens.shape[1], *where[1:])
-        may = self._may_write
-        layers = [LayerInputs(k, v, rows, owned=may) for k, v in zip(keys, values, strict=True)]
-        with in_trace():
-            logits: mx.array = self._model(tokens, cache=layers)
-        features = features_of(self._reader)
-        if written := find_written(layers):
-            return logits, written, [], features
-        return (
-            logits,
-            [layer.keys for layer in layers],
-            [layer.values for layer in layers],
-            features,
-        )
+        return self._trace(batch, store.caches)
 
 
 def _count_slots(store: KVStore) -> int:

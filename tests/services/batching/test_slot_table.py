@@ -17,7 +17,7 @@ from services.batching import slot_table
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable
-from services.batching.traced_table import TracedTable
+from services.engine.trace import Trace
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
@@ -50,7 +50,7 @@ def table_of(module: Any) -> Batcher:
     batcher = Batcher(module, 64)
     batcher.table = SlotTable(attend_gathered)
     if Tables.are_traced:
-        batcher.table._traced = TracedTable(module, attend_gathered)
+        batcher.table._traced = Trace(module, attend=attend_gathered)
     return batcher
 
 

@@ -15,7 +15,7 @@ from protocol.jobs.distill import DistillEvent, DistillFinished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.distill import checkpoint
-from services.distill.batches import Batch, Batches
+from services.distill.batches import Batches, TrainingBatch
 from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
 from services.distill.logits import TargetDistribution
@@ -136,7 +136,7 @@ def test_every_step_has_its_own_batch_once(
     asked: list[int] = []
     original = Batches.at
 
-    def at(batches: Batches, step: int) -> Batch:
+    def at(batches: Batches, step: int) -> TrainingBatch:
         asked.append(step)
         return original(batches, step)
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree, read_tree
-from services.kernels.cuda.doorbell import Doorbell, LateInputs, write_bits
+from services.engine.batch import Batch
+from services.kernels.cuda.doorbell import Doorbell, Ticket, write_bits
 from services.mlx.array_memory import view
 
 
@@ -23,25 +24,23 @@ class FakeDoorbell(Doorbell):
         super().__init__(np.zeros((4, 128), np.int32))
         self._is_late = is_late
         self.rung = self.called_off = 0
-        self.waiting = list[int]()
+        self.waiting: tuple[Ticket, Batch] | None = None
         self.launched = list[mx.array]()
 
-    def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
+    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[Batch, Ticket]:
         """See `Doorbell`."""
-        assert not self.waiting, "one pass waits at a time"
-        ticket = self.rung + self.called_off + 1
-        self.waiting.append(ticket)
-        late = LateInputs(
+        assert self.waiting is None, "one pass waits at a time"
+        ticket = Ticket(self.rung + self.called_off + 1, rows, mx.zeros(1, mx.int32))
+        batch = Batch(
             mx.zeros((1, rows), mx.int32),
             mx.array(spare),
             mx.full(rows, spare, mx.int32),
             mx.zeros((rows, slots), mx.bool_),
-            mx.zeros(1, mx.int32),
-            ticket,
         )
-        mx.eval(late[:-1])
-        self._show(late, spare, write_bits(read_tree([0], []), rows))
-        return late
+        mx.eval(batch.arrays, ticket.rung)
+        self.waiting = ticket, batch
+        self._show(batch, spare, write_bits(read_tree([0], []), rows))
+        return batch, ticket
 
     def launch(self, *arrays: mx.array) -> None:
         """Nothing is computed before the bell is rung."""
@@ -52,32 +51,35 @@ class FakeDoorbell(Doorbell):
         assert numbers.size <= 32, "more are not split"
         return lambda: np.array(numbers)
 
-    def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
+    def ring(self, ticket: Ticket, tree: TokenTree, start: int) -> None:
         """See `Doorbell`."""
-        self._end(late)
+        batch = self._end(ticket)
         self.rung += 1
         if self._is_late():
             return
-        rows, count = late.tokens.shape[1], len(tree)
-        view(late.tokens)[0, :count] = tree.tokens
-        place: Any = view(late.start)
+        count = len(tree)
+        view(batch.tokens)[0, :count] = tree.tokens
+        place: Any = view(batch.start)
         place[...] = start
-        view(late.positions)[:] = start
-        view(late.positions)[:count] += np.array(tree.depths, np.int32)
-        self._show(late, start, write_bits(tree, rows))
-        view(late.rung)[0] = 1
+        view(batch.positions)[:] = start
+        view(batch.positions)[:count] += np.array(tree.depths, np.int32)
+        self._show(batch, start, write_bits(tree, ticket.rows))
+        view(ticket.rung)[0] = 1
 
-    def call_off(self, late: LateInputs) -> None:
+    def call_off(self, ticket: Ticket) -> None:
         """See `Doorbell`."""
-        self._end(late)
+        self._end(ticket)
         self.called_off += 1
 
-    def _end(self, late: LateInputs) -> None:
-        assert self.waiting == [late.ticket], "rung for, or called off, once"
-        self.waiting.clear()
+    def _end(self, ticket: Ticket) -> Batch:
+        assert self.waiting is not None, "rung or called off once"
+        assert self.waiting[0] is ticket
+        batch, self.waiting = self.waiting[1], None
+        return batch
 
-    def _show(self, late: LateInputs, start: int, bits: npt.NDArray[np.uint32]) -> None:
-        rows, slots = late.visible.shape
+    def _show(self, batch: Batch, start: int, bits: npt.NDArray[np.uint32]) -> None:
+        assert batch.visible is not None
+        rows, slots = batch.visible.shape
         own = np.arange(slots)[None] - start
         seen = (bits[:, None] >> np.clip(own, 0, 31).astype(np.uint32)) & 1 == 1
-        view(late.visible)[:] = (own < 0) | ((own < rows) & seen)
+        view(batch.visible)[:] = (own < 0) | ((own < rows) & seen)

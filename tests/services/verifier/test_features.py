@@ -23,7 +23,7 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.packing import enable_packing, find_table
-from services.batching.traced_table import TracedTable
+from services.engine.trace import Trace
 from services.kernels.cuda.host_rows import SentRows
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import PrefixCache
@@ -70,7 +70,7 @@ def replaying_verifier() -> Verifier:
     traced.prepare_tree(8, 256, make)
     table = run_all(find_table(model, states.make, attend_gathered))
     assert table is not None
-    table._traced = TracedTable(model, attend_gathered)
+    table._traced = Trace(model, attend=attend_gathered)
     target = TargetModel(
         verify=model,
         prefill=model,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from services.engine.batch import MOST_SLOTS
 from services.kernels.cuda import attention
 from services.kernels.cuda.attention import (
     _takes,
@@ -24,7 +25,6 @@ from services.kernels.cuda.attention import (
     count_parts,
     fit_chunk,
 )
-from services.mlx.tracing.traced_slots import MOST_SLOTS
 from tests.services.kernels.cuda.host import attend_gathered, compile_kernel, run_kernel
 
 Array = npt.NDArray[Any]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from protocol.jobs.kernel_report import KernelProbe
+from services.engine.batch import Batch
 from services.kernels.cuda import blocks, choice, product
 from services.kernels.cuda.blocks import (
     BlockKernels,
@@ -20,13 +21,13 @@ from services.kernels.cuda.blocks import (
     serves_any_length,
 )
 from services.kernels.cuda.choice import in_trace, use_products
+from services.kernels.cuda.kv_rows import TracedLayer
 from services.kernels.cuda.rotate import Heads
 from services.mlx import selftest
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.mlx.patches import install as install_patches
 from services.mlx.rope import allow_branches
-from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import Steps, run_all
 from tests.services.runtime.steps import at_once
 from tests.support.reference import tiny_folder
@@ -131,16 +132,16 @@ def run(module: Any, tokens: list[int], start: int, positions: list[int] | None 
     first = mx.array(start)
     seen = mx.arange(SLOTS)[None] <= start + mx.arange(len(tokens))[:, None]
     own = () if positions is None else (mx.array(positions), seen)
-    rows = PassRows(first, len(tokens), *own)
+    batch = Batch(mx.array([tokens]), first, *own)
     caches = [
-        LayerInputs(
+        TracedLayer(
             mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
             mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
-            rows,
+            batch,
         )
         for _ in layers
     ]
-    logits: mx.array = module(mx.array([tokens]), cache=caches)
+    logits: mx.array = module(batch.tokens, cache=caches)
     return logits
 
 

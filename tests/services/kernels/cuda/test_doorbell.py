@@ -9,12 +9,7 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.kernels.cuda import doorbell
-from services.kernels.cuda.doorbell import Doorbell, LateInputs, write_bits
-
-
-def _late(rows: int, ticket: int) -> LateInputs:
-    nothing = mx.zeros(1)
-    return LateInputs(mx.zeros((1, rows)), nothing, nothing, nothing, nothing, ticket)
+from services.kernels.cuda.doorbell import Doorbell, Ticket, write_bits
 
 
 def test_both_sides_mean_the_same_words() -> None:
@@ -29,7 +24,7 @@ def test_a_tree_is_written_down_with_its_ticket() -> None:
     """Another pass's box is left alone, and nothing of what was there before stays."""
     boxes = np.full((4, 128), 99, np.int32)
     tree = read_tree([5, 9, 3, 7], [0, 0, 2])
-    Doorbell(boxes).ring(_late(8, 6), tree, 200)
+    Doorbell(boxes).ring(Ticket(6, 8, mx.zeros(1)), tree, 200)
     box = boxes[2]
     assert box[:3].tolist() == [6, 1, 200]
     assert box[4:12].tolist() == [5, 9, 3, 7, 0, 0, 0, 0]
@@ -40,7 +35,7 @@ def test_a_tree_is_written_down_with_its_ticket() -> None:
 
 def test_a_pass_that_is_called_off_does_not_run() -> None:
     boxes = np.ones((4, 128), np.int32)
-    Doorbell(boxes).call_off(_late(8, 7))
+    Doorbell(boxes).call_off(Ticket(7, 8, mx.zeros(1)))
     assert boxes[3, :2].tolist() == [7, 0]
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing
+from services.engine.batch import Batch
 from services.kernels.cuda import blocks, kv_rows
 from services.kernels.cuda.blocks import BlockKernels, can_write_in_place, route_through
 from services.kernels.cuda.choice import in_trace, use_products
 from services.kernels.cuda.kv_rows import (
-    InPlace,
     KVBuffers,
+    TracedLayer,
     find_written,
     wait_for,
     writes_in_place,
@@ -28,7 +29,6 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load, windows_of
 from services.mlx.patches import install as install_patches
 from services.mlx.tracing.traced_forward import TracedForward
-from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from services.runtime.preparation import run_all
 from tests.services.kernels.cuda.host import compile_kernel, run_kernel, write_rows
 from tests.services.kernels.cuda.test_blocks import Kernels, equip, install
@@ -96,8 +96,8 @@ def test_attention_begins_when_the_rows_are_written() -> None:
 
 def test_all_layers_are_written_in_place_or_none() -> None:
     layer = mx.zeros((1, HEADS, SLOTS, SIZE))
-    slots, one = mx.array([3]), mx.ones(1)
-    layers = [InPlace(layer, layer, slots, owned=False) for _ in range(2)]
+    batch, one = Batch(mx.array([[5]]), mx.array([3])), mx.ones(1)
+    layers = [TracedLayer(layer, layer, batch) for _ in range(2)]
     assert find_written(layers) == []
     layers[1].written = one
     with pytest.raises(ValueError, match="1 of 2 layers"):
@@ -137,19 +137,17 @@ def test_a_pass_that_writes_in_place_sees_its_own_rows(
         np.testing.assert_allclose(np.array(own.values), np.array(other.values), atol=2e-4)
 
 
-def run_rows(module: Any, *, owned: bool = False) -> tuple[mx.array, list[LayerInputs]]:
+def run_rows(module: Any, *, owned: bool = False) -> tuple[mx.array, list[TracedLayer]]:
     """Logits of three rows side by side behind random ones, and the layers."""
     attention = module.model.layers[0].self_attn
     shape = (1, attention.n_kv_heads, 64, attention.o_proj.weight.shape[1] // attention.n_heads)
     seen = mx.arange(64)[None] <= mx.array([[9], [10], [10]])
     seen &= (mx.arange(64)[None] != 10) | (mx.arange(3)[:, None] == 1)
-    rows = PassRows(mx.array(9), 3, mx.array([9, 10, 10]), seen)
+    batch = Batch(mx.array([[5, 6, 7]]), mx.array(9), mx.array([9, 10, 10]), seen)
     keys = iter(mx.random.split(mx.random.key(7), 2 * len(module.model.layers)))
-    layers = [
-        LayerInputs(*(mx.random.normal(shape, key=next(keys)) for _ in range(2)), rows, owned=owned)
-        for _ in module.model.layers
-    ]
-    logits: mx.array = module(mx.array([[5, 6, 7]]), cache=layers)
+    pairs = [[mx.random.normal(shape, key=next(keys)) for _ in "kv"] for _ in module.model.layers]
+    layers = [TracedLayer(*pair, batch, owned=owned) for pair in pairs]
+    logits: mx.array = module(batch.tokens, cache=layers)
     mx.eval(logits)
     return logits, layers
 

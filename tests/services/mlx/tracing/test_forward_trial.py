@@ -154,7 +154,8 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     assert traced is not None
     batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
     found, replays = [], list[int]()
-    monkeypatch.setattr(traced, "_replay", _counting(traced._replay, replays), raising=True)
+    trace = traced._trace
+    monkeypatch.setattr(trace, "_replay", _counting(trace._replay, replays), raising=True)
     for one in (batcher, plain):
         store = prefill(model, 6)
         asked = one.submit([3], store, partial(_append, store))

@@ -12,7 +12,7 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
-from services.batching.traced_table import TracedTable
+from services.engine.trace import Trace
 from services.kernels.cuda import kv_rows
 from services.kv.cache import KVStore
 from services.mlx.loader import load
@@ -37,9 +37,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+def trace_eagerly(trace: Trace) -> None:
+    trace.may_write, trace._replay = True, trace._forward
+
+
 def traced_of(model: Any) -> TracedForward:
     traced = TracedForward(model)
-    traced._may_write, traced._replay = True, traced._forward
+    trace_eagerly(traced._trace)
     return traced
 
 
@@ -61,7 +65,7 @@ def assert_pass(traced: TracedForward, store: KVStore, chain: list[int], tokens:
     """The pass over this chain has the logits that it has behind these tokens."""
     store.chain(len(chain))
     found = np.array(traced(mx.array([chain]), store)[0])
-    np.testing.assert_allclose(found, expect(traced._model, tokens, len(chain)), atol=1e-3)
+    np.testing.assert_allclose(found, expect(traced._trace.model, tokens, len(chain)), atol=1e-3)
     assert store.written is not None
     assert len(store.milestones) == len(store.caches)
     assert all(one is other for one, other in zip(store.milestones, store.written, strict=True))
@@ -106,8 +110,8 @@ def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
     assert table is not None
     lines = [Line(model, [3, 1, 4]), Line(model, [1, 5])]
     shared_pass(batcher, lines, [[5], [6]], 1)
-    table._traced = traced = TracedTable(model, attend_gathered)
-    traced._may_write, traced._replay = True, traced._forward
+    table._traced = Trace(model, attend=attend_gathered)
+    trace_eagerly(table._traced)
     before = [layer.keys for layer in table._layers]
     for keep in (2, 1):
         shared_pass(batcher, lines, [[8, 9, 7], [2, 11]], keep)

@@ -11,13 +11,13 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
+from services.engine.batch import Batch, round_to_traced
 from services.kv.cache import KVStore
 from services.mlx import launching, selftest
 from services.mlx.loader import load, windows_of
 from services.mlx.rope import allow_branches
 from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
-from services.mlx.tracing.traced_slots import PassRows, round_to_traced
 from services.runtime.preparation import run_all
 from tests.support.tiny_models import write_tiny_model
 
@@ -241,7 +241,7 @@ def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
 
 
 def test_a_row_of_a_trace_sees_its_window() -> None:
-    rows = PassRows(mx.array(5), 2)
+    rows = Batch(mx.array([[7, 8]]), mx.array(5))
     seen = np.array(rows.make_mask(9, 3))
     assert [np.flatnonzero(row).tolist() for row in seen] == [[3, 4, 5], [4, 5, 6]]
     assert np.array(rows.make_mask(9, None)).sum(axis=1).tolist() == [6, 7]
