@@ -1,10 +1,10 @@
 """Several sequences in one flat row of tokens, with attention and recurrences per sequence.
 
 Linear layers see the row as one matrix, so the weights are read once for all sequences. A
-`PackedCache` represents one layer's caches of all sequences: it gives the model `PackedKV` instead
+`PackedCache` represents one layer's caches of all sequences: it gives the model `SharedKV` instead
 of arrays, which models pass on untouched to mlx-lm's attention function. Our replacement for that
 function attends each part to its own keys with its own mask, in the shapes that it has alone. A
-model that handles keys differently fails on `PackedKV`, which `supports_packing` detects.
+model that handles keys differently fails on `SharedKV`, which `supports_packing` detects.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
 from services.batching.slot_table import SlotTable
+from services.engine.batch import slice_rows
 from services.kernels.cpu import attention as cpu_attention
 from services.kernels.cuda import attention as cuda_attention
 from services.kernels.cuda.kv_rows import SharedKV, wait_for
 from services.kernels.metal import choice
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
-from services.kv.packed import PackedKV
 from services.kv.recording import record_pass
-from services.kv.shared_recurrence import SharedPass
+from services.kv.shared_recurrence import SharedRecurrence
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
 from services.mlx.rope import allow_branches, has_rope
@@ -46,9 +46,8 @@ _NAME = "scaled_dot_product_attention"
 class PackedCache:
     """One layer's caches of all sequences in a row, in the form of an mlx-lm KV cache."""
 
-    def __init__(self, caches: Sequence[Any], borders: list[int], offset: mx.array) -> None:
-        self._caches = caches
-        self._borders = borders
+    def __init__(self, caches: Sequence[Any], rows: list[slice], offset: mx.array) -> None:
+        self._caches, self._rows = caches, rows
         self.offset = offset
         """[tokens] RoPE position of each token of the row."""
 
@@ -59,15 +58,17 @@ class PackedCache:
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> PackedKV:
+    ) -> SharedKV:
         """Return the mask of each part; `n` is the number of tokens in the row."""
-        ends = [*self._borders, n]
-        counts = np.diff([0, *ends])
+        if n != self._rows[-1].stop:
+            raise ValueError(f"a mask of {n} rows for a pass over {self._rows[-1].stop}")
         masks = [
-            cache.make_mask(int(count), return_array=return_array, window_size=window_size)
-            for cache, count in zip(self._caches, counts, strict=True)
+            cache.make_mask(
+                rows.stop - rows.start, return_array=return_array, window_size=window_size
+            )
+            for cache, rows in zip(self._caches, self._rows, strict=True)
         ]
-        return PackedKV(masks, self._borders)
+        return SharedKV(masks, self._attend)
 
     @property
     def plain_stores(self) -> list[KVStore] | None:
@@ -75,22 +76,39 @@ class PackedCache:
         stores = [getattr(cache, "plain_stores", None) for cache in self._caches]
         return [store for own in stores for store in own or ()] if all(stores) else None
 
-    def _pieces(self, keys: mx.array, values: mx.array) -> Iterator[tuple[Any, mx.array, mx.array]]:
-        split = (mx.split(rows, self._borders, axis=2) for rows in (keys, values))
-        return zip(self._caches, *split, strict=True)
+    def _split(self, rows: mx.array) -> list[mx.array]:
+        """Split [1, heads, rows, size] into the parts of the sequences."""
+        parts: Any = mx.split(rows, [part.start for part in self._rows[1:]], axis=2)
+        return list(parts)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PackedKV, PackedKV]:
-        """Store each part's [1, heads, count, size]; return the parts' own slots."""
-        stored = [
-            cache.update_and_fetch(own_keys, own_values)
-            for cache, own_keys, own_values in self._pieces(keys, values)
-        ]
-        return PackedKV([k for k, _ in stored], self._borders), PackedKV(
-            [v for _, v in stored], self._borders
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SharedKV, SharedKV]:
+        """Store each part's [1, heads, count, size]; return the slots of each sequence."""
+        parts = zip(self._caches, self._split(keys), self._split(values), strict=True)
+        stored = [cache.update_and_fetch(*pair) for cache, *pair in parts]
+        return (
+            SharedKV([keys for keys, _ in stored], self._attend),
+            SharedKV([values for _, values in stored], self._attend),
         )
 
+    def _attend(  # noqa: PLR0917  # mlx-lm's signature
+        self,
+        queries: mx.array,
+        keys: list[mx.array],
+        values: list[mx.array],
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend each part to the keys of its sequence."""
+        parts = zip(self._split(queries), keys, values, mask.content, strict=True)
+        answers = [_attend(q, k, v, cache, scale, masked, sinks) for q, k, v, masked in parts]
+        return mx.concatenate(answers, axis=2)
 
-def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = None) -> list[Any]:
+
+def pack_caches(
+    states: Sequence[SequenceState], shared: SharedRecurrence | None = None
+) -> list[Any]:
     """Pack the caches for one forward over the passes of these sequences, concatenated.
 
     Layers with recurrent states need the `shared` pass, which must be the current one.
@@ -98,8 +116,8 @@ def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = Non
     Raises:
         TypeError: a layer has a recurrent state that cannot be recomputed.
     """
-    positions = [state.positions for state in states]
-    borders = [int(end) for end in np.cumsum([len(rows) for rows in positions])[:-1]]
+    spans = [state.span for state in states]
+    positions, rows = [span.own_positions for span in spans], slice_rows(spans)
     # One array for all layers: they share the sines of a position by its identity.
     offset = mx.array(np.concatenate(positions), dtype=mx.int32)
     sources = iter(_recurrent_sources(states))
@@ -111,7 +129,7 @@ def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = Non
             return joined(*map(pack, inner))
         if type(caches[0]) is ArraysCache and shared is not None:
             return shared.pack(caches, next(sources))
-        return PackedCache(caches, borders, offset)
+        return PackedCache(caches, rows, offset)
 
     return [pack(layer) for layer in zip(*(state.caches for state in states), strict=True)]
 
@@ -129,11 +147,11 @@ def batches_recurrences() -> bool:
 def pack_pass(states: Sequence[SequenceState], *, in_batches: bool) -> Iterator[list[Any]]:
     """Pack the caches for one forward over the passes of these sequences, inside this context.
 
-    `in_batches`: see `SharedPass`.
+    `in_batches`: see `SharedRecurrence`.
     """
     recordings = [state.recording if isinstance(state, LayeredState) else None for state in states]
-    counts = [len(state.positions) for state in states]
-    shared = SharedPass(counts, recordings, in_batches=in_batches)
+    spans = [state.span for state in states]
+    shared = SharedRecurrence(spans, recordings, in_batches=in_batches)
     with shared:
         yield pack_caches(states, shared)
 
@@ -155,37 +173,8 @@ _KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
 }
 
 
-def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Wrap mlx-lm's attention to also take `PackedKV`."""
-
-    @wraps(attend)
-    def attention(  # noqa: PLR0917  # mlx-lm's signature
-        queries: mx.array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        queries = wait_for(getattr(cache, "pending", None), queries)
-        if isinstance(keys, SharedKV):
-            if sinks is not None:
-                raise TypeError("attention over a table has no sinks")
-            mask, first = keys.batch.visible, keys.batch.first
-            return keys.attend(queries, keys.buffer, values.buffer, mask, first, scale)
-        if not isinstance(keys, PackedKV):
-            return attend(queries, keys, values, cache, scale, mask, sinks)
-        rows = mx.split(queries, keys.borders, axis=2)
-        parts = zip(rows, keys.values, values.values, mask.values, strict=True)
-        answers = [attend(q, k, v, cache, scale, own, sinks) for q, k, v, own in parts]
-        return mx.concatenate(answers, axis=2)
-
-    return attention
-
-
 @wraps(scaled_dot_product_attention)
-def _attend(  # noqa: PLR0917  # mlx-lm's signature
+def _attention(  # noqa: PLR0917  # mlx-lm's signature
     queries: mx.array,
     keys: Any,
     values: Any,
@@ -194,7 +183,26 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Compute mlx-lm's attention, by our own kernel if there is one for this call.
+    """Compute mlx-lm's attention, also over the keys of several sequences."""
+    queries = wait_for(getattr(cache, "pending", None), queries)
+    if isinstance(keys, SharedKV):
+        return keys.attend(queries, keys.content, values.content, cache, scale, mask, sinks)
+    return _attend(queries, keys, values, cache, scale, mask, sinks)
+
+
+_attention.waits_for_rows = True  # type: ignore[attr-defined]
+
+
+def _attend(  # noqa: PLR0917  # mlx-lm's signature
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend one sequence to its keys, by our own kernel if there is one for this call.
 
     Without a cache this may be a training step, which needs gradients.
     """
@@ -212,12 +220,8 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
     return out
 
 
-_attention: Any = _by_parts(_attend)
-_attention.waits_for_rows = True
-
-
 def enable_packing(model: nn.Module) -> None:
-    """Let the model's attention take `PackedKV`, and its RoPE a position per token.
+    """Let the model's attention take `SharedKV`, and its RoPE a position per token.
 
     Raises:
         ModelError: its RoPE takes no positions (see `allow_branches`).
@@ -282,7 +286,7 @@ def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps
 def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> Steps[mx.array]:
     """Return [rows, vocabulary] logits of a tree after four tokens."""
     yield from _feed_four(model, state)
-    state.append(len(tree)) if tree.is_chain else state.append_tree(tree)
+    state.append_tree(tree)
     rows: mx.array = model(mx.array([tree.tokens]), cache=state.caches)[0].astype(mx.float32)
     mx.eval(rows)
     yield

@@ -341,7 +341,7 @@ class SlotTable:
             slots.append(base + np.arange(span.start, span.end))
             row += span.count
         filler = np.zeros(more, np.int64)
-        positions = np.concatenate([*(store.positions for store in stores), filler])
+        positions = np.concatenate([*(store.span.own_positions for store in stores), filler])
         return Batch(
             tokens,
             mx.array(np.concatenate([*slots, np.arange(more)]), mx.int32),

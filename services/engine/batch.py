@@ -5,6 +5,8 @@ takes. This module imports nothing of the other rooms, which all may import it.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,8 +74,8 @@ class Span:
     def following(self) -> "Span":
         """Return the span of one more token after each of these branches."""
         positions = np.concatenate([self.positions, self.own_positions + 1])
-        own = np.eye(self.count, dtype=np.bool_)
-        return Span(self.end, positions, np.concatenate([self.find_visible(), own], axis=1))
+        themselves = np.eye(self.count, dtype=np.bool_)
+        return Span(self.end, positions, np.concatenate([self.find_visible(), themselves], axis=1))
 
     def pad(self, rows: int, slots: int) -> tuple[mx.array, mx.array, mx.array]:
         """Return the arguments of a `Batch` after its tokens, for this many rows and slots.
@@ -86,6 +88,12 @@ class Span:
         visible = np.eye(rows, slots, self.start, dtype=np.bool_)
         visible[: self.count, : self.end] = self.find_visible()
         return mx.array(self.start), mx.array(positions), mx.array(visible)
+
+
+def slice_rows(spans: Sequence[Span]) -> list[slice]:
+    """Return the rows of each span where they are concatenated."""
+    ends = list(itertools.accumulate(span.count for span in spans))
+    return [slice(end - span.count, end) for span, end in zip(spans, ends, strict=True)]
 
 
 def tree_span(start: int, tree: TokenTree) -> Span:
@@ -153,8 +161,8 @@ class Batch:
         """
         if self.visible is None:
             raise ValueError("a chain has no branches that continue")
-        own, keys = (self.slots + stride)[:, None], count_to(self.visible.shape[1])[None]
-        return [self.start + stride, self.positions + 1, self.visible | (keys == own)]
+        slots, keys = (self.slots + stride)[:, None], count_to(self.visible.shape[1])[None]
+        return [self.start + stride, self.positions + 1, self.visible | (keys == slots)]
 
 
 class Shape(NamedTuple):

@@ -18,7 +18,7 @@ from protocol.messages import Sampling, Tokens
 from services.kernels.cuda.doorbell import Doorbell, Ticket
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.cache import KVStore
-from services.kv.state import SequenceState, begin_pass
+from services.kv.state import SequenceState
 from services.mlx.launching import launch
 from services.sampling import device
 
@@ -164,7 +164,7 @@ class ReservedPass(PassHandle):
         store, rows = self.state, self.logits.shape[0]
         if not isinstance(store, KVStore) or not len(tree) <= rows <= self.slots - store.length:
             return False
-        begin_pass(store, tree)
+        store.append_tree(tree)
         store.written = self.written
         self.bell.ring(self.ticket, tree, store.span.start)
         self.timing = PassTiming(len(tree), 1)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from protocol.decoding.token_tree import TokenTree
@@ -127,9 +125,9 @@ class BranchingState:
         return self._store.length
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the current pass."""
-        return self._store.positions
+    def span(self) -> Span:
+        """The rows of the current pass."""
+        return self._store.span
 
     def chain(self, count: int) -> None:
         """Prepare a forward pass that appends `count` tokens to the trunk."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
 from services.engine.batch import Span, tree_span
@@ -90,7 +89,10 @@ class KVStore:
         return True
 
     def append_tree(self, tree: TokenTree) -> None:
-        """Begin a pass over the tokens of a tree."""
+        """Begin a pass over the tokens of a tree or chain."""
+        if tree.is_chain:
+            self.chain(len(tree))
+            return
         self.place(tree_span(self.length, tree))
         self.length = self.span.end
 
@@ -113,11 +115,6 @@ class KVStore:
     def needs_checkpoints(self) -> bool:
         """False: forks can start anywhere."""
         return False
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the current pass."""
-        return self.span.own_positions
 
     def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
         """Begin a pass over the owed tokens and `count` new ones."""

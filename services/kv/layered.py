@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from protocol.decoding.token_tree import TokenTree
+from services.engine.batch import Span
 from services.kv.cache import KVStore
 from services.kv.checkpoints import Checkpoint, add_checkpoint, read_checkpoint
 from services.kv.layer_copy import (
@@ -136,9 +136,9 @@ class LayeredState:
         return bool(self._windows or self._others)
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the current pass."""
-        return self._slots.positions
+    def span(self) -> Span:
+        """The rows of the current pass."""
+        return self._slots.span
 
     @property
     def others(self) -> list[Any]:
@@ -161,7 +161,10 @@ class LayeredState:
         return not self._others
 
     def append_tree(self, tree: TokenTree) -> None:
-        """Begin a pass over the tokens of a tree."""
+        """Begin a pass over the tokens of a tree or chain."""
+        if tree.is_chain:
+            self.append(len(tree))
+            return
         if self._others:
             raise ValueError("only slots and windows take trees, and this model has other layers")
         self._mark = _Mark(self._slots.length, 0, [])

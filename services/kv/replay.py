@@ -28,7 +28,7 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
 
 from services.kv.recording import Recording, Recurrence, Tape
-from services.kv.shared_recurrence import Recur, SharedPass
+from services.kv.shared_recurrence import Recur, SharedRecurrence
 from services.kv.state import PassSize
 from services.mlx.patches import Patch, install
 
@@ -57,8 +57,8 @@ class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[1, window + rows, channels] -> [1, rows, channels]."""
-        if SharedPass.current is not None:
-            return SharedPass.current.convolve(id(self), x, super().__call__)
+        if SharedRecurrence.current is not None:
+            return SharedRecurrence.current.convolve(id(self), x, super().__call__)
         if Tape.current is not None:
             Tape.current.convolved[id(self)] = x
         result: mx.array = super().__call__(x)
@@ -76,11 +76,11 @@ def _hook(update: Callable[..., Any], recur: Callable[..., Any]) -> Callable[...
 
     @wraps(update)
     def compute(*args: Any, **options: Any) -> Any:
-        if Tape.current is None and SharedPass.current is None:
+        if Tape.current is None and SharedRecurrence.current is None:
             return update(*args, **options)
         given = signature.bind(*args, **options).arguments
-        if SharedPass.current is not None:
-            return SharedPass.current.recur(run, given, _TIMED[update.__name__])
+        if SharedRecurrence.current is not None:
+            return SharedRecurrence.current.recur(run, given, _TIMED[update.__name__])
         out, state, state_after = run(given, True)  # noqa: FBT003  # positional in `Recur`
         if Tape.current is not None:
             Tape.current.calls.append(Recurrence(state, state_after))
@@ -120,7 +120,7 @@ def _replay_later(
 
 def _keeps_steps() -> bool:
     """Return True if a recording of the current pass keeps the states between rows."""
-    shared = SharedPass.current
+    shared = SharedRecurrence.current
     if shared is not None:
         return shared.keeps_steps
     return Tape.current is not None and Tape.current.keeps_steps

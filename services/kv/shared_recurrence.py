@@ -3,7 +3,7 @@
 The layers around them see the rows of all sequences as one matrix. Convolutions and recurrences are
 computed sequence by sequence, in the shapes each has alone; where launches are expensive, sequences
 with equal numbers of rows form one batch. The model gets `PackedArrays` in place of a cache; the
-hooks of `kv.replay` find the sequences' states in the current `SharedPass`.
+hooks of `kv.replay` find the sequences' states in the current `SharedRecurrence`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from services.engine.batch import Span, slice_rows
 from services.kv.recording import Recording, Recurrence
 
 Recur = Callable[[dict[str, Any], bool], tuple[mx.array, mx.array, Callable[[int], mx.array]]]
@@ -66,23 +66,22 @@ class PackedArrays:
         """Do nothing: there is no padding."""
 
 
-class SharedPass:
-    """A pass over rows of several sequences, concatenated; current while it is entered.
+class SharedRecurrence:
+    """The recurrences of a pass over several sequences; current while it is entered.
 
     Args:
-        counts: rows of each sequence.
+        spans: the rows of each sequence.
         recordings: one per sequence, None where no recording is needed.
         in_batches: compute sequences with equal numbers of rows as a batch.
     """
 
-    current: "SharedPass | None" = None
+    current: "SharedRecurrence | None" = None
 
     def __init__(
-        self, counts: Sequence[int], recordings: Sequence[Recording | None], *, in_batches: bool
+        self, spans: Sequence[Span], recordings: Sequence[Recording | None], *, in_batches: bool
     ) -> None:
-        ends = [int(end) for end in np.cumsum(counts)]
-        self._total = ends[-1]
-        self._rows = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self._rows, counts = slice_rows(spans), [span.count for span in spans]
+        self._total = sum(counts)
         self._recordings = recordings
         self.keeps_steps = any(one is not None and one.keeps_steps for one in recordings)
         """See `Recording`."""
@@ -95,7 +94,7 @@ class SharedPass:
 
     def __enter__(self) -> None:
         """Become the current pass."""
-        SharedPass.current = self
+        SharedRecurrence.current = self
 
     def __exit__(
         self,
@@ -104,7 +103,7 @@ class SharedPass:
         trace: TracebackType | None,
     ) -> None:
         """End the current pass."""
-        SharedPass.current = None
+        SharedRecurrence.current = None
 
     def pack(self, caches: Sequence[Any], sources: Sequence[int | None]) -> PackedArrays:
         """Pack one layer's caches of all sequences; arguments as for `PackedArrays`."""

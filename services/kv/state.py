@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+from services.engine.batch import Span
 
 
 class PassSize(NamedTuple):
@@ -59,8 +58,8 @@ class SequenceState(Protocol):
         ...
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """[tokens] positions of the tokens of the current pass."""
+    def span(self) -> Span:
+        """The rows of the current pass."""
         ...
 
     @property
@@ -91,13 +90,13 @@ class SequenceState(Protocol):
         ...
 
     def append_tree(self, tree: TokenTree) -> None:
-        """Begin a pass over the tokens of a tree, each attending to its ancestors only.
+        """Begin a pass over the tokens of a tree or chain, each attending to its ancestors only.
 
         Nothing may be owed. The pass ends with `commit_rows`, or with `commit` of at most the
         length before it.
 
         Raises:
-            ValueError: the state takes chains only.
+            ValueError: it branches, and the state takes chains only.
         """
         ...
 
@@ -164,11 +163,3 @@ class SequenceState(Protocol):
             ValueError: the layers differ in number, or hold more than keys and values.
         """
         ...
-
-
-def begin_pass(state: SequenceState, tree: TokenTree) -> None:
-    """Begin a pass over the tokens of a tree, which need not branch."""
-    if tree.is_chain:
-        state.append(len(tree))
-    else:
-        state.append_tree(tree)

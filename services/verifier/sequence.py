@@ -11,7 +11,7 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.engine.pass_handle import PassHandle, PassTiming, SubmittedPass
-from services.kv.state import SequenceState, begin_pass
+from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog
 
@@ -141,7 +141,7 @@ class TargetSequence:
         if tree is None:
             self.state.append(0)
         else:
-            begin_pass(self.state, tree)
+            self.state.append_tree(tree)
         return owed
 
     def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:

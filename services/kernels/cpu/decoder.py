@@ -132,7 +132,7 @@ class DecoderKernel:
 
     def _is_unchanged(self) -> bool:
         """Whether the layers are what they were, or read (`services.mlx.taps`)."""
-        return all(
+        return list(map(type, self._layers)) == self._kinds or all(
             type(layer) is kind or (tap is not None and tap.instead is None)
             for layer, kind in zip(self._layers, self._kinds, strict=True)
             for tap in (getattr(layer, "tap", None),)
@@ -170,7 +170,9 @@ class DecoderKernel:
 
     @property
     def _tapped(self) -> list[int]:
-        """Layers that are read."""
+        """Layers that are read; they are of classes of their own."""
+        if list(map(type, self._layers)) == self._kinds:
+            return []
         return [at for at, layer in enumerate(self._layers) if hasattr(layer, "tap")]
 
     def _catch(self, pieces: Sequence[npt.NDArray[np.float32]]) -> None:

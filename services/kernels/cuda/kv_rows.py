@@ -63,12 +63,11 @@ Attend = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class SharedKV:
-    """Keys or values of all sequences of a batch, in place of one sequence's."""
+    """Keys, values or masks of several sequences, in place of one sequence's array."""
 
-    buffer: mx.array
-    """[kv heads, all slots, size]."""
-    batch: Batch
-    attend: Attend
+    content: Any
+    attend: Callable[..., mx.array]
+    """mlx-lm's attention, over contents of keys and values."""
 
 
 class TracedLayer:
@@ -127,10 +126,25 @@ class TracedLayer:
 
     def fetch(self) -> Any:
         """Return the whole buffers."""
-        batch, attend = self._batch, self._attend
-        if batch.first is None or attend is None:
+        if self._attend is None:
             return self.keys, self.values
-        return tuple(SharedKV(own.squeeze(0), batch, attend) for own in (self.keys, self.values))
+        pair = self.keys, self.values
+        return tuple(SharedKV(buffer.squeeze(0), self._attend_shared) for buffer in pair)
+
+    def _attend_shared(  # noqa: PLR0917  # mlx-lm's signature
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        del cache, mask
+        if self._attend is None or sinks is not None:
+            raise TypeError("attention over a table has no sinks")
+        return self._attend(queries, keys, values, self._batch.visible, self._batch.first, scale)
 
 
 def find_written(layers: Sequence[TracedLayer]) -> list[mx.array]:

@@ -351,7 +351,7 @@ class RecurrentBackend(MlxBackend):
         They are the target's at the pending token's row, otherwise the output of the row before;
         zeros if there is none.
         """
-        positions = store.positions
+        positions = store.span.own_positions
         if len(positions) == 1 and trunk.states.covers(trunk.first + int(positions[0])):
             return self._states(trunk, int(positions[0]), 0)[:, :1]
         given = store.caches[1].keys
