@@ -21,7 +21,7 @@ from services.drafter.backends.mlx_reading import ReadingBackend, read_target
 from services.drafter.backends.mlx_tree import Trunk
 from services.kv.cache import KVStore
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import load
+from services.mlx.loader import compute_unit, load
 from services.mlx.target_reader import TargetReader, add_to_embeddings
 
 
@@ -95,9 +95,11 @@ class SelfFeedingBackend(ReadingBackend):
         *,
         weights: DraftWeights = "float",
     ) -> None:
-        loaded = load(folder)
+        loaded = load(folder, as_stored=True)
         head_ids = trim_head(loaded.module, folder)
-        reading = read_target(folder, loaded.module.model.norm.weight.dtype)
+        on_cpu = compute_unit() == "cpu"
+        dtype = mx.float32 if on_cpu else loaded.module.model.norm.weight.dtype
+        reading = read_target(folder, dtype)
         module = SelfFeedingDrafter(loaded.module, reading.reader)
         reading = reading._replace(loaded=loaded._replace(module=module))
         super().__init__(folder, prefill_step_size, unit, weights=weights, reading=reading)
