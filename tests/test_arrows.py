@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("protocol", "services", "orchestrator", "launch")
+from tests.source import ROOMS, ROOT, name, nodes, source, tree
+
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 MAY_IMPORT = {
@@ -32,24 +32,11 @@ HOMES = {
 }
 
 
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
 
 @cache
-def source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-@cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source(path))))
-
-
 def imported(path: Path) -> set[str]:
     """Top-level names of all modules that a file imports, wherever in the file it does."""
     found: set[str] = set()
@@ -207,21 +194,25 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def edges(tree: ast.AST, *, inside: bool = False) -> Iterator[tuple[str, bool]]:
+@cache
+def edges(path: Path) -> frozenset[tuple[str, bool]]:
     """The modules of ours that a file imports, and whether a function does; types do not count."""
-    match tree:
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return
-        case ast.Import(names=names):
-            named = [alias.name for alias in names]
-        case ast.ImportFrom(module=str(module), level=0, names=names):
-            named = [module, *(f"{module}.{alias.name}" for alias in names)]
-        case _:
-            named = []
-    yield from ((module, inside) for module in named if module in MODULES)
-    inside |= isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
-    for child in ast.iter_child_nodes(tree):
-        yield from edges(child, inside=inside)
+    imports, todo = set[tuple[str, bool]](), [(tree(path), False)]
+    while todo:
+        node, inside = todo.pop()
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.expr():
+                continue
+            case ast.Import(names=names):
+                named = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                named = [module, *(f"{module}.{alias.name}" for alias in names)]
+            case _:
+                named = []
+        imports |= {(module, inside) for module in named if module in MODULES}
+        inside |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        todo += [(child, inside) for child in ast.iter_child_nodes(node)]
+    return frozenset(imports)
 
 
 def is_in(module: str, rooms: Iterable[str]) -> bool:
@@ -238,7 +229,7 @@ def on_the_way() -> frozenset[str]:
             continue
         found.add(module)
         asked_for = ASKED_FOR.get(module, set())
-        for other, inside in edges(ast.parse(source(MODULES[module]))):
+        for other, inside in edges(MODULES[module]):
             if not (inside and is_in(other, asked_for)):
                 todo.append(other)
     return frozenset(found)
@@ -253,7 +244,7 @@ def test_a_request_meets_no_room_beside_its_way() -> None:
 def test_what_is_asked_for_by_name_is_there() -> None:
     """The exceptions above are imports that exist."""
     for module, rooms in ASKED_FOR.items():
-        late = {other for other, inside in edges(ast.parse(source(MODULES[module]))) if inside}
+        late = {other for other, inside in edges(MODULES[module]) if inside}
         assert all(any(is_in(other, [room]) for other in late) for room in rooms), module
 
 
@@ -268,6 +259,7 @@ def test_a_request_can_be_followed(record_property: Callable[[str, object], None
 
 # Of kernels, nothing knows how a request is answered: they are given arrays and layers.
 BATCH = "services.engine.batch"
+TRACING = "services.mlx.tracing"
 KERNELS_KNOW = (BATCH, "services.kernels", "services.mlx", "services.runtime.preparation")
 # Pairs of rooms that import each other. The list only becomes shorter.
 MUTUAL = {
@@ -281,12 +273,12 @@ MUTUAL = {
 
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a file imports, early or late."""
-    return {module for module, _ in edges(ast.parse(source(path)))}
+    return {module for module, _ in edges(path)}
 
 
 def service_of(module: str) -> str:
     """The room of a module of the services; traces stand for the engine that they become."""
-    apart = (BATCH, "services.mlx.tracing")
+    apart = (BATCH, TRACING)
     return next((room for room in apart if is_in(module, [room])), module.split(".")[1])
 
 
@@ -294,14 +286,10 @@ def test_kernels_know_nothing_of_the_engine() -> None:
     """Sequences, caches, batches and policies are above them."""
 
     def strangers(path: Path) -> list[str]:
-        outside = (module for module in imports_of(path) if not is_in(module, KERNELS_KNOW))
-        of_traces = (
-            module for module in imports_of(path) if is_in(module, ["services.mlx.tracing"])
-        )
-        ours = module_of(path).startswith("services.kernels.")
-        return (
-            sorted(m for m in (*outside, *of_traces) if m.startswith("services.")) if ours else []
-        )
+        if not module_of(path).startswith("services.kernels."):
+            return []
+        ours = (module for module in imports_of(path) if module.startswith("services."))
+        return sorted(m for m in ours if not is_in(m, KERNELS_KNOW) or is_in(m, [TRACING]))
 
     assert offenders(strangers) == {}
 

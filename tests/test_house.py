@@ -4,13 +4,12 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("protocol", "services", "orchestrator", "launch")
+from tests.source import ROOMS, ROOT, name, nodes, source, tree
+
 MOST_FILES = 20
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 40
@@ -85,20 +84,9 @@ def files(*tops: str) -> list[Path]:
     return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
 
 
-def name(path: Path) -> str:
-    """The path from the repository's root."""
-    return path.relative_to(ROOT).as_posix()
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    """The parsed module."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of a module."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -150,7 +138,7 @@ def test_folders_are_small() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_files_are_short(room: str) -> None:
     """No module has more than 400 lines, but for the one that holds every message."""
-    lines = {name(p): len(p.read_text("utf-8").splitlines()) for p in files(room)}
+    lines = {name(p): len(source(p).splitlines()) for p in files(room)}
     assert [p for p, count in lines.items() if count > MOST_LINES and p != THE_MESSAGES] == []
 
 
@@ -193,7 +181,7 @@ def test_no_private_synonyms(room: str) -> None:
     found = {
         f"{name(path)}: {one} ({SYNONYMS[word]})"
         for path in files(room)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         for one in defined(node)
         for word in words(one)
         if word in SYNONYMS
@@ -213,7 +201,7 @@ def test_prose_is_plain(room: str) -> None:
     found = [
         f"{name(path)}:{number}: {line.strip()}"
         for path in files(room)
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for number, line in enumerate(source(path).splitlines(), 1)
         if PROSE.search(line)
     ]
     assert found == []
@@ -240,7 +228,7 @@ def test_quaint_words_become_fewer(room: str) -> None:
     count = sum(
         QUAINT.search(line) is not None
         for path in files(room)
-        for line in path.read_text("utf-8").splitlines()
+        for line in source(path).splitlines()
     )
     assert count <= MOST_QUAINT_LINES[room]
 
@@ -252,7 +240,7 @@ def test_docstrings_are_sentences(room: str) -> None:
     count = sum(
         OPENINGS.match(ast.get_docstring(node) or "") is not None
         for path in files(room)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, described)
     )
     assert count <= MOST_OPENINGS[room]
@@ -275,7 +263,7 @@ def test_locals_say_what_they_hold(room: str) -> None:
     vague = {
         (path, local, node.lineno)
         for path in files(room)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Name | ast.arg)
         for local in bound(node)
         if local in VAGUE
@@ -303,7 +291,7 @@ def test_files_are_moved_into_place_in_one_module() -> None:
         name(path)
         for room in ROOMS
         for path in files(room)
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and _moves_a_file(node)
     }
     assert found == MOVERS
@@ -333,6 +321,6 @@ def test_no_decision_depends_on_the_date() -> None:
         str(path.relative_to(ROOT))
         for room in ROOMS
         for path in (ROOT / room).rglob("*.py")
-        if re.search(r"\btime\.time\(", path.read_text(encoding="utf-8"))
+        if re.search(r"\btime\.time\(", source(path))
     }
     assert found == DATED

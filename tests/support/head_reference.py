@@ -68,14 +68,13 @@ class Attention:
             gate = 1.0 / (1.0 + np.exp(-queries[:, self.size :].reshape(-1)))
             queries = queries[:, : self.size]
         queries = rotate(self._normed(queries, "q_norm"), position, self.theta, self.share)
-        outs = []
-        for head in range(self.heads):
-            kv = head * self.kv_heads // self.heads
-            scores = np.array([queries[head] @ k[kv] for k, _ in seen]) / np.sqrt(self.size)
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            outs.append(sum(w * v[kv] for w, (_, v) in zip(weights, seen, strict=True)))
-        result: Array = self.t[f"{self.p}o_proj.weight"] @ (np.concatenate(outs) * gate)
+        groups = queries.reshape(self.kv_heads, -1, self.size)
+        keys, values = (np.stack(rows, axis=1) for rows in zip(*seen, strict=True))
+        scores = groups @ keys.swapaxes(1, 2) / np.sqrt(self.size)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = (weights @ values).reshape(-1)
+        result: Array = self.t[f"{self.p}o_proj.weight"] @ (out * gate)
         return result
 
 

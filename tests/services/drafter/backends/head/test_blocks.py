@@ -1,7 +1,7 @@
 """DFlash, DFlash 2 and DSpark heads draft what plain numpy says, whatever is known and when."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Case:
     reference: BlockReference
     shift: int
     """Slots that a prediction stands before its token."""
+    blocks: dict[tuple[Any, ...], list[Array]] = field(default_factory=dict)
+    """The reference's rows, by whose states there are and the tokens that begin the block."""
 
     def states(self, position: int) -> list[Array]:
         """The target's at a position, layer by layer; made up."""
@@ -52,10 +54,12 @@ class Case:
 
     def slot(self, tokens: Tokens, known: range, drafted: int = 0) -> Array:
         """What the block has after these, the last `drafted` of which were masks in the pass."""
-        states = {p: self.states(p) for p in known}
         at = known.stop
-        hidden = self.reference.hidden(tokens[at : len(tokens) - drafted], at, states)
-        return hidden[len(tokens) - at - self.shift]
+        block = (known, *tokens[at : len(tokens) - drafted])
+        if block not in self.blocks:
+            states = {p: self.states(p) for p in known}
+            self.blocks[block] = self.reference.hidden(list(block[1:]), at, states)
+        return self.blocks[block][len(tokens) - at - self.shift]
 
     def best(self, tokens: Tokens, known: range, drafted: int = 0, count: int = 1) -> Tokens:
         """The best tokens after these: see `slot`."""

@@ -30,7 +30,7 @@ from tests.support.tiny_models import vocabulary_size
 from tests.support.write_heads import WIDTH, dflash, eagle3, mtp, write_head
 
 PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
-LENGTH = 32
+LENGTH = 20
 NODES = 6
 BRANCHES = 8
 """So few that the rounds of all are planned beforehand."""
