@@ -60,7 +60,7 @@ VERIFIER = Hello(
     tokenizer_fingerprint="f00d",
     vocabulary_size=100,
     context_length=0,
-    compute_unit="cpu",
+    compute_unit="metal",
     max_draft_tokens=64,
 )
 DRAFTER = msgspec.structs.replace(VERIFIER, role="drafter", pid=12, model="small")

@@ -134,7 +134,7 @@ class Hostile:
             "tokenizer_fingerprint": "beef" if self.kind == "tokenizer" else "",
             "vocabulary_size": 0,
             "context_length": 0,
-            "compute_unit": "cpu",
+            "compute_unit": "unknown",
             "max_draft_tokens": 8,
             "takes_trees": self.kind == "forked",
         }
