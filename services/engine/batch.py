@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -85,7 +85,7 @@ class Span:
         """
         positions = np.full(rows, self.start, np.int32)
         positions[: self.count] = self.own_positions
-        visible = np.eye(rows, slots, self.start, dtype=np.bool_)
+        visible: Any = np.eye(rows, slots, self.start, dtype=np.bool_)
         visible[: self.count, : self.end] = self.find_visible()
         return mx.array(self.start), mx.array(positions), mx.array(visible)
 

@@ -180,10 +180,13 @@ class TracedForward:
 
     def _run(self, batch: Batch, store: KVStore) -> Replayed:
         """Replay a pass; the store gets its rows."""
-        keys: Any = store.caches[0].keys
-        values: Any = store.caches[0].values
-        is_filled = keys is not None and values is not None
-        if is_filled and self._trace.may_write and writes_in_place(keys, values):
+        keys, values = store.caches[0].keys, store.caches[0].values
+        if (
+            self._trace.may_write
+            and keys is not None
+            and values is not None
+            and writes_in_place(keys, values)
+        ):
             store.own()
         return self._trace(batch, store.caches)
 
