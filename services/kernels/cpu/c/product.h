@@ -12,15 +12,9 @@ enum {
     AHEAD = 2048           /* bytes that are fetched ahead */
 };
 
-/* With few registers, rolled up: eight steps at once would keep the activations in memory. The
- * activations of nibbles are then read once for the registers of a strip. */
-#ifdef FEW_REGISTERS
-#define STEPS _Pragma("GCC unroll 1")
-enum { NIBBLE_PARTS = PARTS };
-#else
-#define STEPS UNROLLED
-enum { NIBBLE_PARTS = 1 };
-#endif
+/* Registers of a strip for which the activations of nibbles are read once: eight sums are as many
+ * as there is room for. */
+enum { NIBBLE_PARTS = LANES == 8 ? PARTS : 1 };
 
 /* Rows of activations, rounded to bytes in groups of 32 or as they are, in tiles of a few rows that
  * are computed together; in a tile, the rows of a group (of an input) are side by side. */
@@ -101,23 +95,23 @@ INLINE void add_bytes(int weights, int scales, struct group group, const uint8_t
     UNROLLED for (int r = 0; r < count; r++)
         UNROLLED for (int p = 0; p < parts; p++)
             dots[r][p] = (dot_sum){0};
-    STEPS for (int pair = 0; pair < 4; pair++)
-        UNROLLED for (int half = 0; half < 2; half++) {
-            const int step = 2 * pair + half;
-            vi code[PARTS];
-            UNROLLED for (int p = 0; p < parts; p++)
-                code[p] = codes_of(weights, codes, step, part + p);
-            UNROLLED for (int r = 0; r < count; r++) {
-                int32_t four;
-                memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
-                UNROLLED for (int p = 0; p < parts; p++) {
-                    if (weights == BITS4)
-                        dot_step_nibbles(&dots[r][p], code[p], four);
-                    else
-                        dot_step(&dots[r][p], code[p], four);
-                }
+    UNROLLED for (int step = 0; step < 8; step++) {
+        vi code[PARTS];
+        UNROLLED for (int p = 0; p < parts; p++)
+            code[p] = codes_of(weights, codes, step, part + p);
+        UNROLLED for (int r = 0; r < count; r++) {
+            int32_t four;
+            memcpy(&four, bytes + ROUNDED * r + 4 * step, 4);
+            UNROLLED for (int p = 0; p < parts; p++) {
+                if (weights == BITS4)
+                    dot_step_nibbles(&dots[r][p], code[p], four);
+                else
+                    dot_step(&dots[r][p], code[p], four);
             }
         }
+    }
+    if (weights == BITS8 && LANES == 8)
+        READ_LATER;
     UNROLLED for (int p = 0; p < parts; p++) {
         vf scale = factors_of(scales, group, 0, part + p), bias = factors_of(scales, group, 1, part + p);
         UNROLLED for (int r = 0; r < count; r++) {
@@ -149,7 +143,7 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
         for (; codes < end; codes += bytes32, bytes += count * ROUNDED, own += count, all += count) {
             for (size_t line = 0; line < bytes32; line += 64)
                 __builtin_prefetch(codes + line + AHEAD);
-            STEPS for (int part = 0; part < PARTS; part += parts)
+            UNROLLED for (int part = 0; part < PARTS; part += parts)
                 add_bytes(weights, scales, group, codes, part, parts, bytes, own, all, count, sums);
         }
         __builtin_prefetch(end + AHEAD);

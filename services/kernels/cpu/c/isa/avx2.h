@@ -15,7 +15,9 @@
 #define ISA avx2
 #endif
 #define TILE_ROWS 4
-#define FEW_REGISTERS
+/* Sums stay in the order and the registers that they are written in: of sixteen, the compiler would
+ * put some into memory to add several products at once. */
+#define KEEP(sum) __asm__("" : "+x"(sum))
 enum { LANES = 8 };
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -50,6 +52,7 @@ typedef __m256i dot_sum;
 static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
 {
     *sum = _mm256_dpbusd_avx_epi32(*sum, (__m256i)weights, _mm256_set1_epi32(activations));
+    KEEP(*sum);
 }
 
 static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activations)
@@ -70,6 +73,7 @@ static inline void dot_step_nibbles(dot_sum *sum, vi weights, int32_t activation
 {
     __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(activations));
     sum->low = _mm256_add_epi16(sum->low, pairs);
+    KEEP(sum->low);
 }
 
 static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
@@ -79,6 +83,7 @@ static inline void dot_step(dot_sum *sum, vi weights, int32_t activations)
     dot_step_nibbles(sum, (vi)_mm256_and_si256((__m256i)weights, nibble), activations);
     high = _mm256_maddubs_epi16(high, _mm256_set1_epi32(activations));
     sum->high = _mm256_add_epi16(sum->high, high);
+    KEEP(sum->high);
 }
 
 static inline vi dot_total_nibbles(dot_sum sum)
