@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import sys
 import termios
 from asyncio import AbstractEventLoop
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 _CONTINUED = "\\"
+_WAIT_S = 0.2
 
 
 class LineEditor:
@@ -48,6 +50,9 @@ class LineEditor:
         """Return a line from a terminal without editing; input after it is kept."""
         print(prompt, end="", flush=True)
         while b"\n" not in self._typed:
+            # A signal just before a read does not interrupt it; its handler runs between two waits.
+            if not select.select([sys.stdin], [], [], _WAIT_S)[0]:
+                continue
             typed = os.read(sys.stdin.fileno(), 4096)
             if not typed and not self._typed:
                 raise EOFError

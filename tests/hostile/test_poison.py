@@ -95,9 +95,9 @@ def test_a_request_that_ends_the_orchestrator_is_given_up(
 def test_a_request_that_ends_the_drafter_goes_on_without(poisoned: RunningStack) -> None:
     """Its tokens are the target's; drafts for the others go on."""
     plain = poisoned.answer("", tokens=[DEADLY, *PROMPT], mode="ar")
-    with Bystanders(poisoned.supervisor.run_dir.clients_address) as bystanders:
+    # With more than two streams nothing is drafted, and without a fixed length maybe nothing.
+    with Bystanders(poisoned.supervisor.run_dir.clients_address, count=1) as bystanders:
         bystanders.await_answers(2)
-        # The planner might not speculate at all.
         answer = poisoned.answer("", tokens=[DEADLY, *PROMPT], num_draft_tokens=4)
         bystanders.await_answers(4)
         tally = bystanders.reset()
