@@ -283,8 +283,6 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
     """Parse special tokens in the text of messages."""
 
 
-Objective = Literal["ce", "tv", "coupled", "rank"]
-OBJECTIVES: tuple[Objective, ...] = ("ce", "tv", "coupled", "rank")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 ReadingWay = Literal["states", "input"]
 """Way in which a drafter reads the target (`services.mlx.target_reader`)."""
@@ -352,15 +350,12 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     tapped_layers: list[_Count] = []
     """Layers of the target whose output it reads; empty: five, evenly spread."""
 
-    objective: Objective = "tv"
-    """Loss of the last `finish` of the budget; before it, soft cross-entropy."""
     finish: _Share = 0.5
+    """Last part of the budget, in which the loss is total variation; before it, cross-entropy."""
     loss_temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Temperature of both distributions in the loss."""
     user_weight: _Share = 0.0
     """Weight of the user's tokens in the loss; the answer's tokens have 1."""
-    on_policy: _Share = 0.0
-    """Share of the answer tokens that is replaced by the drafter's own guess."""
     minutes: _Amount = 10.0
     """The run's time over all resumptions: texts, training and evaluation."""
     steps: _Count = 0

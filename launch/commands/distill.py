@@ -29,7 +29,7 @@ _LINE_EVERY_S = 10.0
 MORE = (
     "steps", "temperatures", "length", "user_tokens", "data_tokens", "data_minutes",
     "data_batch", "init_layers", "tapped_layers", "head_size", "mlp", "bits", "finish",
-    "loss_temperature", "objective", "user_weight", "on_policy", "batch", "learning_rate",
+    "loss_temperature", "user_weight", "batch", "learning_rate",
     "precision", "compiled", "warmup", "weight_decay", "clip", "session_minutes",
 )  # fmt: skip
 """Settings of a run without a flag: see `protocol.settings.DistillSettings`."""

@@ -72,7 +72,7 @@ The second command recomputes greedy agreement on prompts of your own.
 | trained parameters | {report.parameters:,} |
 | tokens it can propose | {report.head_size:,} |
 | texts | {report.training_tokens:,} answer tokens, {report.generation_seconds / 60:.1f} minutes |
-| training | {budget}, on {report.compute_unit}, finished with `{settings.objective}` |
+| training | {budget}, on {report.compute_unit} |
 | held out | {report.validation_sequences} sequences, {report.figures.positions:,} tokens |
 
 ## Held-out figures

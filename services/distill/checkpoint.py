@@ -1,6 +1,6 @@
 """The state of a training run in one file, replaced atomically: a crash leaves the old one.
 
-The step determines all randomness of a run: batches, positions and substitutions are functions of
+The step determines all randomness of a run: batches and positions are functions of
 (seed, step).
 """
 

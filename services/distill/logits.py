@@ -137,7 +137,3 @@ class TargetDistribution:
             if self._head_ids is None
             else mx.take(distribution, self._head_ids, axis=-1)
         )
-
-    def ids_of(self, columns: mx.array) -> mx.array:
-        """Return the token ids of these columns of the drafter's head."""
-        return columns if self._head_ids is None else self._head_ids[columns]

@@ -213,8 +213,6 @@ def _plan(settings: DistillSettings) -> _Plan:
 def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDescription | None:
     if settings.reads_target is None:
         return None
-    if settings.on_policy:
-        raise UsageError("on_policy cannot be combined with --reads-target")
     total: int = config["num_hidden_layers"]
     layers = settings.tapped_layers or spread_layers(total)
     return ReaderDescription(layers, config["hidden_size"], way=settings.reads_target)

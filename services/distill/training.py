@@ -15,12 +15,12 @@ import numpy as np
 
 from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
-from protocol.settings import DistillSettings, Objective
+from protocol.settings import DistillSettings
 from services.distill.batches import Batches, TrainingBatch
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.context import Blocks, Context, context_of, random_blocks
 from services.distill.logits import TargetDistribution, Weights, number
-from services.distill.objective import LOSSES, acceptance_bound
+from services.distill.objective import LOSSES, Objective, acceptance_bound
 from services.distill.run_control import RunControl
 from services.distill.student import Student
 from services.mlx.launching import launch
@@ -90,7 +90,6 @@ class Trainer:
         self._settings = settings
         self._steps: dict[Objective, Callable[..., _Updated]] = {}
         self._p = self._compile(self._target_probabilities)
-        self._guess = self._compile(self._guess_tokens)
         self._measure = self._compile(self._measure_acceptance)
 
     def start(self) -> TrainingCheckpoint:
@@ -143,16 +142,13 @@ class Trainer:
     # ------------------------------------------------------------ one step
 
     def _objective(self, spent: float) -> Objective:
-        return "ce" if spent < 1 - self._settings.finish else self._settings.objective
+        return "ce" if spent < 1 - self._settings.finish else "tv"
 
     def _step(
         self, weights: Weights, moments: Moments, step: int, objective: Objective, spent: float
     ) -> _Updated:
         batch = self._batches.at(step)
         inputs = _on_device(batch)
-        if self._settings.on_policy:
-            tokens = self._guess(weights, inputs, self._choose_replaced(batch, step))
-            inputs = inputs._replace(tokens=tokens)
         p, features = self._p(inputs)
         if features is not None:
             chance = np.random.default_rng([self._settings.seed, 5, step])
@@ -202,26 +198,6 @@ class Trainer:
             return _Updated(value, new, moved)
 
         return update
-
-    # ------------------------------------------------------------ on-policy prefixes
-
-    def _choose_replaced(self, batch: TrainingBatch, step: int) -> mx.array:
-        """Return [count], the positions whose next token the drafter replaces."""
-        chance = np.random.default_rng([self._settings.seed, 3, step])
-        chosen = chance.random(batch.positions.shape) < self._settings.on_policy
-        replaced: Any = chosen & (batch.weights > 0)
-        return mx.array(replaced)
-
-    def _guess_tokens(self, weights: Weights, inputs: DeviceBatch, chosen: mx.array) -> mx.array:
-        """Return the tokens with the drafter's best guess after the chosen positions."""
-        tokens, positions = inputs.tokens, inputs.positions
-        columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
-        guess = self._distribution.ids_of(columns)
-        flat = tokens.reshape(-1)
-        following = positions + 1
-        # Adding differences: the padding's positions repeat, and must change nothing.
-        change = mx.where(chosen, guess.astype(flat.dtype) - flat[following], 0)
-        return flat.at[following].add(change).reshape(tokens.shape)
 
     # ------------------------------------------------------------ validation
 

@@ -18,11 +18,10 @@ from services.distill import checkpoint
 from services.distill.batches import Batches, TrainingBatch
 from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
-from services.distill.logits import TargetDistribution
 from services.distill.phases import distill, judge
 from services.distill.run_control import RunControl
 from services.distill.speed import Costs, predict
-from services.distill.training import DeviceBatch, Trainer, learning_rate
+from services.distill.training import learning_rate
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.tools.build_drafter import assemble
@@ -85,7 +84,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with a trimmed head, never interrupted."""
     out = tmp_path_factory.mktemp("run") / "out"
-    settings = settings_for(target, out, head_size=200, on_policy=0.1)
+    settings = settings_for(target, out, head_size=200)
     session = Quiet()
     distill(settings, session)
     return Run(settings, session, out)
@@ -328,23 +327,6 @@ def test_figures_are_counted_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     q = np.exp([5, 4, 1]) / np.exp([5, 4, 1]).sum()
     at_one = next(one for one in figures.acceptance if one.temperature == 1)
     assert at_one.rejection == pytest.approx(np.minimum(p[[3, 1, 2]], q).sum(), rel=1e-4)
-
-
-def test_substituted_tokens_are_the_drafters(done: Run, target: Path) -> None:
-    """On-policy prefixes: after chosen positions the drafter's best token, elsewhere nothing."""
-
-    class Stub:
-        def logits(self, weights: Any, tokens: mx.array, positions: mx.array) -> mx.array:
-            return mx.broadcast_to(mx.array([0.0, 1.0, 0.5]), (positions.size, 3))
-
-    law = TargetDistribution(load(target).module, 288, mx.array([10, 20, 30]))
-    none: Any = None
-    trainer = Trainer(done.settings, Stub(), law, batches=none, validation=none)  # type: ignore[arg-type]
-    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
-    inputs = DeviceBatch(mx.array(tokens), mx.array([1, 4, 0, 0]), mx.array([1.0, 1.0, 0.0, 0.0]))
-    chosen = mx.array([False, True, False, False])
-    found = trainer._guess_tokens({}, inputs, chosen)
-    assert found.tolist() == [[0, 1, 2, 3], [4, 20, 6, 7]]
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
