@@ -33,7 +33,7 @@ test-gpu: EXTRA := cuda
 test-gpu: $(VENV)/.installed
 	@"$(BIN)/python" -c 'import mlx.core as mx, sys; sys.exit(0 if mx.cuda.is_available() else "no CUDA device that MLX can use: pip install -e .[dev,cuda]")'
 	MLX_ENABLE_TF32=0 "$(BIN)/python" -m pytest tests/services/mlx tests/services/kernels \
-		tests/services/sampling tests/services/kv tests/services/batching tests/services/verifier tests/services/drafter
+		tests/services/sampling tests/services/kv tests/services/engine tests/services/verifier tests/services/drafter
 
 check: $(VENV)/.installed
 	"$(BIN)/ruff" check .

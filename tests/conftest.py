@@ -24,12 +24,14 @@ load_profile()
 KERNELS = tuple(
     Path(__file__).parent / "services" / name
     for name in (
-        "batching/test_traced_table.py",
         "drafter/backends/test_mlx_rows.py",
+        "engine/test_forward_trial.py",
+        "engine/test_in_place.py",
+        "engine/test_traced_forward.py",
+        "engine/test_traced_table.py",
         "kernels/cuda",
         "kernels/metal",
         "mlx/test_blas.py",
-        "mlx/tracing",
     )
 )
 """Every test in them compiles kernels or traces, or compares them with MLX."""
@@ -45,7 +47,7 @@ COMPUTING = tuple(
     for name in (
         "orchestrator/simulation",
         "pipeline",
-        "services/batching",
+        "services/engine",
         "services/coreml",
         "services/distill",
         "services/drafter",

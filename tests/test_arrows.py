@@ -259,7 +259,6 @@ def test_a_request_can_be_followed(record_property: Callable[[str, object], None
 
 # Of kernels, nothing knows how a request is answered: they are given arrays and layers.
 BATCH = "services.engine.batch"
-TRACING = "services.mlx.tracing"
 KERNELS_KNOW = (BATCH, "services.kernels", "services.mlx", "services.runtime.preparation")
 # Pairs of rooms that import each other. The list only becomes shorter.
 MUTUAL = {
@@ -277,9 +276,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 def service_of(module: str) -> str:
-    """The room of a module of the services; traces stand for the engine that they become."""
-    apart = (BATCH, TRACING)
-    return next((room for room in apart if is_in(module, [room])), module.split(".")[1])
+    """The room of a module of the services; what a pass is over stands apart."""
+    return BATCH if module == BATCH else module.split(".")[1]
 
 
 def test_kernels_know_nothing_of_the_engine() -> None:
@@ -289,7 +287,7 @@ def test_kernels_know_nothing_of_the_engine() -> None:
         if not module_of(path).startswith("services.kernels."):
             return []
         ours = (module for module in imports_of(path) if module.startswith("services."))
-        return sorted(m for m in ours if not is_in(m, KERNELS_KNOW) or is_in(m, [TRACING]))
+        return sorted(m for m in ours if not is_in(m, KERNELS_KNOW))
 
     assert offenders(strangers) == {}
 

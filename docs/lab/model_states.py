@@ -39,7 +39,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_models import MODELS, build
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.forward import Batcher
+from services.engine.forward import Batcher
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.slots import round_to_bucket

@@ -22,9 +22,9 @@ import mlx.core as mx
 from mlx_lm.models import llama
 
 from protocol.messages import FeatureRequest
+from services.engine.traced_forward import TracedForward
 from services.kv.slots import round_to_bucket
 from services.mlx.loader import load
-from services.mlx.tracing.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource
 from services.verifier.target_model import TargetModel, prepare
 

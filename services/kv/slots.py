@@ -155,7 +155,7 @@ def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
 
 
 class TableSeat(Protocol):
-    """A sequence's place in buffers shared with others (`batching.slot_table`)."""
+    """A sequence's place in buffers shared with others (`engine.slot_table`)."""
 
     index: int
 

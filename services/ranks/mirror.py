@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from protocol.errors import BackendLost, ProtocolError
-from services.batching.packing import pack_caches
+from services.engine.packing import pack_caches
 from services.kv.cache import KVStore
 from services.mlx.taps import is_tapped
 from services.ranks.messages import Drop, Fork, Pass, SequencePart

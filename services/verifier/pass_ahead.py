@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.forward import Batcher
+from services.engine.forward import Batcher
 from services.engine.pass_handle import PassTiming
 from services.kv.cache import KVStore
 from services.verifier.sequence import TargetSequence

@@ -14,12 +14,12 @@ import mlx.core as mx
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Extend, PassTimes, Revoke, Verify
 from services.engine.pass_handle import Ids, PassHandle, ReservedPass
+from services.engine.prelaunch_trial import find_doorbell
+from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.mlx.tracing.prelaunch_trial import find_doorbell
-from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps
 from services.verifier.target_model import TargetModel

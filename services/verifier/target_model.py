@@ -8,14 +8,16 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.errors import ModelError
-from services.batching.packing import (
+from services.engine.forward_trial import trace_if_faster
+from services.engine.packing import (
     enable_packing,
     find_table,
     supports_packing,
     supports_trees,
 )
-from services.batching.slot_table import SlotTable
+from services.engine.slot_table import SlotTable
 from services.engine.trace import FeatureReader
+from services.engine.traced_forward import TracedForward
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
 from services.kernels.cuda.attention import attend_table
@@ -26,8 +28,6 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, windows_of
 from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
-from services.mlx.tracing.forward_trial import trace_if_faster
-from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.preparation import Steps, run_all
 
 

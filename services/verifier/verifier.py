@@ -1,6 +1,6 @@
 """The target model: prefill, and verification of draft trees in one forward pass.
 
-Trees of several sequences that wait at the same time share a pass (`batching`).
+Trees of several sequences that wait at the same time share a pass (`engine`).
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.chunked_prefill import ChunkedPrefill
-from services.batching.external_prefill import ExternalPrefill, PrefillSource
-from services.batching.forward import Batcher, most_rows
-from services.batching.pass_memory import PassMemory
+from services.engine.chunked_prefill import ChunkedPrefill
+from services.engine.external_prefill import ExternalPrefill, PrefillSource
+from services.engine.forward import Batcher, most_rows
 from services.engine.pass_handle import Ids, PassHandle, PassTiming
+from services.engine.pass_memory import PassMemory
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache

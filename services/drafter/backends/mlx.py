@@ -31,10 +31,6 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from protocol.settings import DraftWeights
-from services.batching.chunked_prefill import LEAST_CHUNK, ChunkSizer
-from services.batching.forward import Batcher
-from services.batching.packing import enable_packing
-from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
@@ -48,6 +44,10 @@ from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_ou
 from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
+from services.engine.chunked_prefill import LEAST_CHUNK, ChunkSizer
+from services.engine.forward import Batcher
+from services.engine.packing import enable_packing
+from services.engine.pass_memory import PassMemory
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cuda.attention import fit_chunk
 from services.kernels.cuda.blocks import equip_for_cuda

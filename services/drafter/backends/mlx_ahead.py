@@ -16,7 +16,6 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Ids, has_filter
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
-from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
 from services.drafter.backends.mlx_rows import (
@@ -28,6 +27,7 @@ from services.drafter.backends.mlx_rows import (
 )
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.engine.batch import Span
+from services.engine.pass_memory import PassMemory
 from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.mlx.launching import launch

@@ -7,7 +7,7 @@ and many: each weight is read once, and tensor cores multiply it with eight rows
 not. So a row has the same bits in any batch.
 
 A call from Python costs more than it saves, since MLX builds the kernel's source anew for it; a
-replay of a trace (`services.mlx.tracing.traced_forward`) does not.
+replay of a trace (`services.engine.traced_forward`) does not.
 """
 
 import mlx.core as mx

@@ -18,8 +18,8 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching import chunked_prefill
 from services.drafter.backends.mlx import MlxBackend
+from services.engine import chunked_prefill
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, load, windows_of

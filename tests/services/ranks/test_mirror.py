@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import BackendLost, ProtocolError
-from services.batching.packing import enable_packing, pack_caches
+from services.engine.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore
 from services.mlx.loader import windows_of
 from services.ranks.messages import Pass

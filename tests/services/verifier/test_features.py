@@ -22,15 +22,15 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.packing import enable_packing, find_table
+from services.engine.packing import enable_packing, find_table
 from services.engine.trace import Trace
+from services.engine.traced_forward import TracedForward
 from services.kernels.cuda.host_rows import SentRows
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
-from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps, run_all
 from services.verifier.feature_log import FeatureLog

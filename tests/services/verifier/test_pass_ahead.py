@@ -19,7 +19,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.slot_table import SlotTable
+from services.engine.slot_table import SlotTable
 from services.runtime.work_queue import WorkQueue
 from tests.services.kernels.cuda.host import attend_gathered
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
 from services.engine.pass_handle import PassHandle
+from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx.loader import load
-from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.verifier.prelaunch import Prelauncher, choose_rows
 from services.verifier.verifier import Verifier
 from tests.properties import examples

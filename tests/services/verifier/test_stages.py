@@ -15,9 +15,9 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.engine import forward_trial, traced_forward
 from services.mlx import selftest
 from services.mlx.loader import load
-from services.mlx.tracing import forward_trial, traced_forward
 from services.runtime.loop import Identity
 from services.runtime.preparation import Preparer
 from services.verifier import pass_times, stages

@@ -25,7 +25,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching import chunked_prefill
+from services.engine import chunked_prefill
 from services.runtime.inbox import Work
 from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier

@@ -18,7 +18,6 @@ from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.heads import HeadDescription
 from protocol.messages import FeatureRequest, Sampling, Tokens
-from services.batching.forward import most_rows
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
@@ -36,6 +35,7 @@ from services.drafter.backends.head.recurrent import WINDOW
 from services.drafter.backends.head.states import StateRun
 from services.drafter.backends.head.weights import TargetEnds, head_dtype
 from services.drafter.backends.mlx_tree import Bud
+from services.engine.forward import most_rows
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind

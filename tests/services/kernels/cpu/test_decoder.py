@@ -11,7 +11,7 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
-from services.batching.packing import pack_pass, supports_packing, supports_trees
+from services.engine.packing import pack_pass, supports_packing, supports_trees
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program

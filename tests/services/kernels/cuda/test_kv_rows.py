@@ -11,8 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.packing import enable_packing
 from services.engine.batch import Batch
+from services.engine.packing import enable_packing
+from services.engine.traced_forward import TracedForward
 from services.kernels.cuda import blocks, kv_rows
 from services.kernels.cuda.blocks import BlockKernels, can_write_in_place, route_through
 from services.kernels.cuda.choice import in_trace, use_products
@@ -28,7 +29,6 @@ from services.kv.cache import KVStore
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load, windows_of
 from services.mlx.patches import install as install_patches
-from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.preparation import run_all
 from tests.services.kernels.cuda.host import compile_kernel, run_kernel, write_rows
 from tests.services.kernels.cuda.test_blocks import Kernels, equip, install

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models import llama
 
 from protocol.jobs.kernel_report import KernelReportSettings
-from services.batching.packing import enable_packing
+from services.engine.packing import enable_packing
 from services.kernels.metal import attention, choice, probe, product
 from services.kernels.metal.choice import FewRowsEmbedding, FewRowsLinear, use_kernels
 from services.kernels.metal.probe import choose_rows

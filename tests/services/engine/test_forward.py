@@ -20,10 +20,10 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching import forward
-from services.batching.forward import Batcher
-from services.batching.packing import supports_packing
 from services.drafter.backends.mlx import MlxBackend
+from services.engine import forward
+from services.engine.forward import Batcher
+from services.engine.packing import supports_packing
 from services.engine.pass_handle import SubmittedPass
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of

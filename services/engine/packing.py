@@ -22,8 +22,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
-from services.batching.slot_table import SlotTable
 from services.engine.batch import slice_rows
+from services.engine.slot_table import SlotTable
 from services.kernels.cpu import attention as cpu_attention
 from services.kernels.cuda import attention as cuda_attention
 from services.kernels.cuda.kv_rows import SharedKV, wait_for

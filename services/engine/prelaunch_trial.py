@@ -12,11 +12,11 @@ import mlx.core as mx
 from protocol.decoding.token_tree import read_tree
 from services.engine.pass_handle import ReservedPass
 from services.engine.trace import prefill
+from services.engine.traced_forward import TRACED_SLOTS, TracedForward
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
 from services.kv.cache import KVStore
 from services.mlx.launching import launch_in_pieces
 from services.mlx.selftest import is_close, is_faster, measure_distance
-from services.mlx.tracing.traced_forward import TRACED_SLOTS, TracedForward
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.batching.packing import enable_packing, find_table
-from services.batching.slot_table import SlotTable
+from services.engine.packing import enable_packing, find_table
+from services.engine.slot_table import SlotTable
 from services.kv.cache import KVStore
 from services.mlx import selftest
 from services.mlx.loader import load, windows_of

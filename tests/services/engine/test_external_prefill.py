@@ -13,14 +13,14 @@ from launch.settings.settings import StackSettings
 from launch.stack import session
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
-from services.batching.external_prefill import (
+from services.coreml.prefill import CoremlPrefill, open_prefill
+from services.engine.external_prefill import (
     Computed,
     KVInjection,
     PrefillChoice,
     always,
     measure_times,
 )
-from services.coreml.prefill import CoremlPrefill, open_prefill
 from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier

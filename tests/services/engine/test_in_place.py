@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.forward import Batcher
-from services.batching.packing import enable_packing, find_table
+from services.engine import traced_forward
+from services.engine.forward import Batcher
+from services.engine.packing import enable_packing, find_table
 from services.engine.trace import Trace
+from services.engine.traced_forward import TracedForward
 from services.kernels.cuda import kv_rows
 from services.kv.cache import KVStore
 from services.mlx.loader import load
-from services.mlx.tracing import traced_forward
-from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.preparation import run_all
-from tests.services.batching.test_slot_table import Line, shared_pass
+from tests.services.engine.test_slot_table import Line, shared_pass
+from tests.services.engine.test_traced_forward import stores_of
 from tests.services.kernels.cuda.host import attend_gathered, write_rows
-from tests.services.mlx.tracing.test_traced_forward import stores_of
 from tests.support.reference import tiny_folder
 
 PROMPT = [token % 64 for token in range(20)]

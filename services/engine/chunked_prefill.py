@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
-from services.batching.forward import Batcher
-from services.batching.pass_memory import PassMemory
-from services.batching.prefill_order import PrefillOrder
-from services.batching.slot_table import SlotTable
+from services.engine.forward import Batcher
+from services.engine.pass_memory import PassMemory
+from services.engine.prefill_order import PrefillOrder
+from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit

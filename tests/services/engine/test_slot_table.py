@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from protocol.process.free_memory import FreeMemory
-from services.batching import slot_table
-from services.batching.forward import Batcher
-from services.batching.packing import enable_packing, find_table
-from services.batching.slot_table import SlotTable
+from services.engine import slot_table
+from services.engine.forward import Batcher
+from services.engine.packing import enable_packing, find_table
+from services.engine.slot_table import SlotTable
 from services.engine.trace import Trace
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of

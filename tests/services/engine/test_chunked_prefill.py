@@ -15,8 +15,8 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching import chunked_prefill
-from services.batching.chunked_prefill import ChunkSizer
+from services.engine import chunked_prefill
+from services.engine.chunked_prefill import ChunkSizer
 from services.kv.cache import KVStore
 from services.mlx import launching
 from services.runtime.inbox import Work

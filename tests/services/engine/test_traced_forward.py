@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from protocol.decoding.token_tree import read_tree
-from services.batching.forward import Batcher
-from services.batching.packing import enable_packing
+from services.engine import traced_forward
 from services.engine.batch import Batch, round_to_traced
+from services.engine.forward import Batcher
+from services.engine.packing import enable_packing
+from services.engine.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx import launching, selftest
 from services.mlx.loader import load, windows_of
 from services.mlx.rope import allow_branches
-from services.mlx.tracing import traced_forward
-from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.runtime.preparation import run_all
 from tests.support.tiny_models import write_tiny_model
 

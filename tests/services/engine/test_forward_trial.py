@@ -8,16 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.batching.forward import Batcher
+from services.engine import forward_trial
+from services.engine.forward import Batcher
+from services.engine.forward_trial import trace_if_faster
+from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx import selftest
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
-from services.mlx.tracing import forward_trial
-from services.mlx.tracing.forward_trial import trace_if_faster
-from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.runtime.preparation import Steps, run_all
-from tests.services.mlx.tracing.test_traced_forward import TREES, prefill, stores_of
+from tests.services.engine.test_traced_forward import TREES, prefill, stores_of
 from tests.services.runtime.steps import at_once
 from tests.support.tiny_models import write_tiny_model
 

@@ -9,16 +9,16 @@ import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
 from services.engine.trace import prefill
-from services.kv.cache import KVStore
-from services.mlx.launching import launch, launch_in_pieces
-from services.mlx.selftest import check, is_faster, pays, time_in_turn
-from services.mlx.tracing.traced_forward import (
+from services.engine.traced_forward import (
     MOST_ROWS,
     TRACED_SLOTS,
     TREE_ROWS,
     Singles,
     TracedForward,
 )
+from services.kv.cache import KVStore
+from services.mlx.launching import launch, launch_in_pieces
+from services.mlx.selftest import check, is_faster, pays, time_in_turn
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)

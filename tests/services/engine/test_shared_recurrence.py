@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.batching.packing import pack_pass
+from services.engine.packing import pack_pass
 from services.kv.shared_recurrence import PackedArrays
 from services.kv.state import SequenceState
 from services.mlx.loader import load

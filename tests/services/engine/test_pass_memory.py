@@ -11,9 +11,9 @@ import pytest
 from protocol.errors import OutOfMemory
 from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
 from protocol.process.free_memory import FreeMemory
-from services.batching import pass_memory
-from services.batching.pass_memory import PassMemory
 from services.drafter.backends.mlx import MlxBackend
+from services.engine import pass_memory
+from services.engine.pass_memory import PassMemory
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
 from services.kv.prefix_cache import PrefixCache

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from protocol.messages import Tokens
-from services.batching.packing import batches_recurrences, pack_pass
-from services.batching.pass_memory import PassMemory
-from services.batching.slot_table import SlotTable
+from services.engine.packing import batches_recurrences, pack_pass
 from services.engine.pass_handle import AheadPass, JointChoice, PassTiming, SubmittedPass
+from services.engine.pass_memory import PassMemory
+from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore

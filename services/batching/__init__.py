@@ -1,1 +1,0 @@
-"""Several sequences in one forward pass, and chunked prefill."""

@@ -1,1 +1,0 @@
-"""Passes of fixed shapes, traced once and replayed, which costs the host less."""

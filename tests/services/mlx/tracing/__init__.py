@@ -1,1 +1,0 @@
-"""Tests of `services/mlx/tracing/`."""
