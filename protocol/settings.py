@@ -284,9 +284,6 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-ReadingWay = Literal["states", "input"]
-"""Way in which a drafter reads the target (`services.mlx.target_reader`)."""
-READING_WAYS: tuple[ReadingWay, ...] = ("states", "input")
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -345,10 +342,6 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """Bits of the written drafter's matrices; 0: half precision."""
     init_drafter: str = ""
     """Folder of a drafter to start from, of this shape or of fewer layers."""
-    reads_target: ReadingWay | None = None
-    """Way in which the drafter gets the target's hidden states of committed tokens, if it does."""
-    tapped_layers: list[_Count] = []
-    """Layers of the target whose output it reads; empty: five, evenly spread."""
 
     finish: _Share = 0.5
     """Last part of the budget, in which the loss is total variation; before it, cross-entropy."""

@@ -22,13 +22,13 @@ from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.distill import DistillEvent, DistillFinished, DistillNote, DistillProgress
-from protocol.settings import READING_WAYS, DistillSettings
+from protocol.settings import DistillSettings
 
 _option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
 MORE = (
     "steps", "temperatures", "length", "user_tokens", "data_tokens", "data_minutes",
-    "data_batch", "init_layers", "tapped_layers", "head_size", "mlp", "bits", "finish",
+    "data_batch", "init_layers", "head_size", "mlp", "bits", "finish",
     "loss_temperature", "user_weight", "batch", "learning_rate",
     "precision", "compiled", "warmup", "weight_decay", "clip", "session_minutes",
 )  # fmt: skip
@@ -44,13 +44,6 @@ MORE = (
 @_option("--minutes", "The whole run, over all resumptions: texts, training, evaluation.")
 @_option("--layers", "Layers of the drafter.")
 @click.option("--init-drafter", help="Drafter to start from, of as many layers or fewer.")
-@click.option(
-    "--reads-target",
-    type=click.Choice(READING_WAYS),
-    is_flag=False,
-    flag_value="states",
-    help="Give it the target's hidden states; input: the last one also as input.",
-)
 @_option("--seed", "Same seed, same data and batches.")
 @more_settings(MORE)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")

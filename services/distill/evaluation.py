@@ -11,18 +11,14 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Ids
 from services.distill.batches import Batches
-from services.distill.context import context_of, even_blocks, logits_in_context
 from services.distill.data import Texts
 from services.distill.generation import Integers
 from services.distill.logits import TargetDistribution, logits_at
 from services.distill.objective import overlap
-from services.mlx.target_reader import TargetReader
 
 WIDTHS = (1, 2, 3, 4, 8, 16)
 """Fan-outs F at which hits are counted."""
 TEMPERATURES = (0.7, 1.0)
-BLOCK = 8
-"""Tokens of a block (`context`) in the evaluation of a drafter that reads the target."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -56,10 +52,6 @@ class Figures(msgspec.Struct, frozen=True):
     """F -> share of greedy positions where the target's best token is in the drafter's top F."""
     hits_after_rejection: dict[str, float]
     """The same where the drafter's best token was wrong, and is left out."""
-    by_lag: list[float] = []
-    """Greedy agreement of a drafter that reads the target, by the distance of the last known
-    state.
-    """
 
 
 class _Row(NamedTuple):
@@ -73,8 +65,6 @@ class _Row(NamedTuple):
     """[count, temperatures]"""
     row: Integers
     """Index of the text."""
-    lag: Integers
-    """Tokens since the last state that the drafter was given; 0 if it reads none."""
 
 
 class DeployedDrafter(NamedTuple):
@@ -82,9 +72,6 @@ class DeployedDrafter(NamedTuple):
 
     module: Any
     head_ids: Ids | None
-    layers: tuple[int, ...] = ()
-    """Layers of the target that it reads."""
-    reader: TargetReader | None = None
 
 
 def evaluate(
@@ -107,38 +94,22 @@ def evaluate(
     started = time.monotonic()
     batches = Batches(texts, min(batch, len(texts.rows)))
     head = None if drafter.head_ids is None else mx.array(drafter.head_ids)
-    distribution = TargetDistribution(target, vocabulary, head, drafter.layers)
+    distribution = TargetDistribution(target, vocabulary, head)
     measured = []
     for number in range(batches.passes):
         one = batches.in_order(number)
         tokens, positions = mx.array(one.tokens), mx.array(one.positions)
-        hidden, features = distribution.read_hidden_and_features(tokens, positions)
-        q_logits, lags = _draft(drafter, (tokens, positions), features, number)
+        hidden = distribution.read_hidden(tokens, positions)
+        q_logits = logits_at(drafter.module, tokens, positions)
         q_logits = q_logits[:, : vocabulary if head is None else None]
         rank, overlaps, coupled = _compare(distribution, hidden, q_logits, head, number)
         real = one.weights > 0
         rows = one.rows[one.positions // tokens.shape[1]]
-        lag = np.zeros_like(one.positions) if lags is None else lags.reshape(-1)[one.positions]
-        measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real], lag[real]))
+        measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real]))
         if (time.monotonic() - started) * (number + 2) / (number + 1) > seconds:
             break
-    distribution.close()
     whole = _Row(*(np.concatenate(parts) for parts in zip(*measured, strict=True)))
     return _figures(whole, texts)
-
-
-def _draft(
-    drafter: DeployedDrafter,
-    inputs: tuple[mx.array, mx.array],
-    features: mx.array | None,
-    number: int,
-) -> tuple[mx.array, Integers | None]:
-    """Return the drafter's logits for batch `number`, and the lags of states that it reads."""
-    if drafter.reader is None or features is None:
-        return logits_at(drafter.module, *inputs), None
-    blocks = even_blocks(features.shape[0], features.shape[1], BLOCK, number % BLOCK)
-    context = context_of(features, blocks)
-    return logits_in_context(drafter.module, drafter.reader, context, inputs, BLOCK), blocks.lags
 
 
 def _compare(
@@ -215,13 +186,7 @@ def _figures(measured: _Row, texts: Texts) -> Figures:
         hits_after_rejection={
             str(width): _share((wrong > 0) & (wrong <= width + 1)) for width in WIDTHS
         },
-        by_lag=_by_lag(rank, measured.lag[greedy]),
     )
-
-
-def _by_lag(rank: Ids, lags: Integers) -> list[float]:
-    longest = int(lags.max(initial=0))
-    return [_share(rank[lags == lag] == 1) for lag in range(1, longest + 1)]
 
 
 def _share(flags: Flags) -> float:

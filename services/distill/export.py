@@ -17,10 +17,8 @@ from protocol.decoding.sampler import Ids
 from protocol.errors import RuntimeFailure
 from protocol.process.files import PUBLIC, atomic_writer
 from services.distill.logits import Weights
-from services.distill.student import split_weights
 from services.mlx.lm_head import FILE_NAME
 from services.mlx.loader import LoadedModel
-from services.mlx.target_reader import ReaderDescription, save_reader
 
 CARRIED = "carried"
 _GROUP_SIZE = 32
@@ -44,8 +42,6 @@ class Trained(NamedTuple):
     config: dict[str, Any]
     """Its `config.json`."""
     head_ids: Ids | None
-    description: ReaderDescription | None
-    """What it reads of the target."""
 
 
 def export(out: Path, target: LoadedModel, drafter: Trained, bits: int = 0) -> None:
@@ -63,13 +59,10 @@ def export(out: Path, target: LoadedModel, drafter: Trained, bits: int = 0) -> N
     carried = out / CARRIED
     try:
         carried.mkdir(parents=True, exist_ok=True)
-        weights, reading = split_weights(drafter.weights)
         for folder, arrays, dtype in (
-            (out, {**weights, **shared}, half),
-            (carried, weights, mx.float16),
+            (out, {**drafter.weights, **shared}, half),
+            (carried, drafter.weights, mx.float16),
         ):
-            if drafter.description is not None:
-                save_reader(folder, drafter.description, reading, dtype)
             config = drafter.config | ({"quantization": _describe_bits(bits)} if bits else {})
             halves = {name: array.astype(dtype) for name, array in arrays.items()}
             _write(folder, _quantise(halves, bits), config, drafter.head_ids)

@@ -4,13 +4,11 @@ Most of a small drafter's cost is its head, and most positions of a batch are no
 head is computed only at those that are.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protocol.errors import ModelError
-from services.mlx.taps import Taps
 
 Weights = dict[str, mx.array]
 """Parameters by their path in the model."""
@@ -48,15 +46,14 @@ def check_layout(model: Any) -> None:
         raise ModelError(f"models of type {kind!r} cannot be distilled: no model.layers in them")
 
 
-def read_hidden(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
+def read_hidden(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
     """Return [count, width], an mlx-lm model's last hidden states at some of the tokens.
 
     Args:
         tokens: [rows, length].
         positions: [count] flat indices into rows * length.
-        cache: the model's cache argument; by default none.
     """
-    hidden: mx.array = model.model(tokens, cache=cache)
+    hidden: mx.array = model.model(tokens, cache=None)
     return hidden.reshape(-1, hidden.shape[-1])[positions]
 
 
@@ -74,32 +71,22 @@ def apply_head(model: Any, hidden: mx.array) -> mx.array:
     return logits[0].astype(mx.float32)
 
 
-def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
+def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
     """Return [count, head] float32, a model's predictions at some of the tokens: `read_hidden`."""
-    return apply_head(model, read_hidden(model, tokens, positions, cache))
+    return apply_head(model, read_hidden(model, tokens, positions))
 
 
 class TargetDistribution:
     """The target's distribution over the tokens in the drafter's head."""
 
-    def __init__(
-        self,
-        model: Any,
-        vocabulary: int,
-        head_ids: mx.array | None,
-        layers: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: Any, vocabulary: int, head_ids: mx.array | None) -> None:
         self._model = model
-        self._taps = Taps(model, layers) if layers else None
         self._vocabulary = vocabulary
         self._head_ids = head_ids
 
-    def read_hidden_and_features(
-        self, tokens: mx.array, positions: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """Return `read_hidden`, and [rows, length, features] of the tapped layers, if any."""
-        hidden = read_hidden(self._model, tokens, positions)
-        return hidden, None if self._taps is None else self._taps.features()
+    def read_hidden(self, tokens: mx.array, positions: mx.array) -> mx.array:
+        """Return the model's last hidden states; see `read_hidden`."""
+        return read_hidden(self._model, tokens, positions)
 
     def split(self, count: int) -> list[slice]:
         """Return the parts in which the logits of `count` positions are computed.
@@ -123,11 +110,6 @@ class TargetDistribution:
                 part = mx.depends(part, parts[-1])
             parts.append(self.probabilities(self.logits(part), temperature))
         return mx.concatenate(parts)
-
-    def close(self) -> None:
-        """Restore the model."""
-        if self._taps is not None:
-            self._taps.remove()
 
     def probabilities(self, logits: mx.array, temperature: float) -> mx.array:
         """Return [count, head] probabilities; a trimmed head's need not sum to 1."""

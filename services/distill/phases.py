@@ -27,21 +27,17 @@ from services.distill.run_control import RunControl
 from services.distill.run_folder import RunFolder, read_description
 from services.distill.speed import Costs, measure, predict
 from services.distill.student import (
-    READS_NOTHING,
-    Reads,
     Student,
     chosen_layers,
     drafter_config,
     frequent_ids,
     new_student,
     read_config,
-    spread_layers,
     start_from,
 )
 from services.distill.training import Budget, Trainer
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load, to_dense, windows_of
-from services.mlx.target_reader import ReaderDescription, load_reader
 
 # A Mac's GPU shares its memory with everything else; a CUDA card's is its own.
 _ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
@@ -57,21 +53,6 @@ class _Plan(NamedTuple):
     layers: list[int]
     config: dict[str, Any]
     dtype: mx.Dtype
-    description: ReaderDescription | None
-    """Features that it reads of the target."""
-
-    @property
-    def tapped(self) -> list[int]:
-        """Layers of the target that it reads."""
-        return [] if self.description is None else self.description.layers
-
-    @property
-    def reads(self) -> Reads:
-        """States of the target that it is given."""
-        known = self.description
-        if known is None:
-            return READS_NOTHING
-        return Reads(len(known.layers) * known.target_width, known.way)
 
 
 def distill(settings: DistillSettings, control: RunControl) -> None:
@@ -100,21 +81,18 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
     texts = join_texts([source.read() for source in sources])
     learned, held = split_texts(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
-    student = new_student(
-        target.module, plan.config, plan.layers, head_ids, plan.dtype, reads=plan.reads
-    )
+    student = new_student(target.module, plan.config, plan.layers, head_ids, plan.dtype)
     if settings.init_drafter:
         start_from(student, Path(settings.init_drafter))
-    trainer = _trainer(settings, plan, student, target, (learned, held))
+    trainer = _trainer(settings, student, target, (learned, held))
     budget = _training_budget(settings, control, trained_s)
     save = partial(checkpoint.save, folder.path)
     state = trainer.run(state or trainer.start(), budget, control, save)
-    trainer.close()
     if budget.share(state.position) < 1:
         control.say(DistillFinished(out=settings.out, complete=False))
         return
     control.say(DistillNote("training is done; writing and evaluating the drafter"))
-    drafter = Trained(state.weights, plan.config, head_ids, plan.description)
+    drafter = Trained(state.weights, plan.config, head_ids)
     export(folder.path, target, drafter, settings.bits)
     figures = _judge(settings, target, folder.path, held, control.run_left_s)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
@@ -206,16 +184,7 @@ def _plan(settings: DistillSettings) -> _Plan:
         chosen,
         drafter_config(config, chosen, settings.mlp),
         _dtype(settings),
-        _description(settings, config),
     )
-
-
-def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDescription | None:
-    if settings.reads_target is None:
-        return None
-    total: int = config["num_hidden_layers"]
-    layers = settings.tapped_layers or spread_layers(total)
-    return ReaderDescription(layers, config["hidden_size"], way=settings.reads_target)
 
 
 def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids | None:
@@ -241,7 +210,6 @@ def _estimate_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
 
 def _trainer(
     settings: DistillSettings,
-    plan: _Plan,
     student: Student,
     target: LoadedModel,
     texts: tuple[Texts, Texts],
@@ -252,7 +220,7 @@ def _trainer(
     return Trainer(
         settings,
         student,
-        TargetDistribution(target.module, target.vocabulary.size, head, plan.tapped),
+        TargetDistribution(target.module, target.vocabulary.size, head),
         batches=Batches(learned, batch, user_weight=settings.user_weight, seed=settings.seed),
         validation=Batches(held, min(batch, len(held.rows))),
     )
@@ -308,9 +276,6 @@ def _judge(
     check_layout(drafter.module)
     head_ids = trim_head(drafter.module, folder)
     deployed = DeployedDrafter(drafter.module, head_ids)
-    reading = load_reader(folder, drafter.module.model.norm.weight.dtype)
-    if reading is not None:
-        deployed = deployed._replace(layers=tuple(reading[0].layers), reader=reading[1])
     size = target.vocabulary.size
     return evaluate(
         target.module, deployed, size, texts, _training_batch(settings), seconds=seconds

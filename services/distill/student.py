@@ -7,7 +7,7 @@ embedding is shared.
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,23 +15,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError, UsageError
-from protocol.settings import ReadingWay
-from services.distill.context import PASSES, Context, logits_in_context
 from services.distill.logits import Weights, logits_at
 from services.mlx.lm_head import keep_rows
 from services.mlx.loader import load
-from services.mlx.target_reader import (
-    TargetReader,
-    flat_parameters,
-    load_reader,
-    new_reader,
-    update_parameters,
-)
 
 _LAYER = "model.layers."
 _FROZEN = ("embed", "lm_head")
-_READER = "reader."
-_PROJECTIONS = ("k_proj", "v_proj")
 _NOT_BY_LAYER = ("architectures", "eos_token_id")
 _INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
 _OUT_OF_MLP = "down_proj.weight"
@@ -53,11 +42,6 @@ def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
         raise UsageError(f"the target has {total} layers; the drafter cannot have {count}")
     first = (count + 1) // 2
     return [*range(first), *range(total - (count - first), total)]
-
-
-def spread_layers(total: int) -> list[int]:
-    """Return five layers of the target to read, from the second to the last but one."""
-    return sorted({round(1 + place * max(0, total - 3) / 4) for place in range(5)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -88,26 +72,11 @@ def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[
     return config
 
 
-class Reads(NamedTuple):
-    """States of the target that a drafter is given, and how."""
-
-    features: int
-    """Numbers per token."""
-    way: ReadingWay
-
-
-READS_NOTHING = Reads(0, "states")
-
-
 class Student:
     """The drafter in training."""
 
-    def __init__(
-        self, module: Any, head_ids: Ids | None, dtype: mx.Dtype, reads: Reads = READS_NOTHING
-    ) -> None:
+    def __init__(self, module: Any, head_ids: Ids | None, dtype: mx.Dtype) -> None:
         self.module = module
-        self.reader = new_reader(reads.features, module, reads.way) if reads.features else None
-        """Reads the target's states."""
         self.head_ids = head_ids
         """Token ids of the logits' columns; None if untrimmed."""
         self._dtype = dtype
@@ -120,54 +89,13 @@ class Student:
             if not any(part in name for part in _FROZEN)
         }
         """The trainable parameters, in full precision."""
-        if self.reader is not None:
-            for name, array in _new_reader(self.reader, self.weights).items():
-                self.weights[_READER + name] = array
         mx.eval(self.weights, module.parameters())
 
-    def logits(
-        self,
-        weights: Weights,
-        tokens: mx.array,
-        positions: mx.array,
-        context: Context | None = None,
-    ) -> mx.array:
+    def logits(self, weights: Weights, tokens: mx.array, positions: mx.array) -> mx.array:
         """Return [count, head] float32 with these weights, computed in the student's precision."""
         cast = {name: array.astype(self._dtype) for name, array in weights.items()}
-        own, reading = split_weights(cast)
-        self.module.update(tree_unflatten(list(own.items())))
-        if self.reader is None or context is None:
-            return logits_at(self.module, tokens, positions)
-        update_parameters(self.reader, reading)
-        features = context.features.astype(self._dtype)
-        given = context._replace(features=features)
-        return logits_in_context(self.module, self.reader, given, (tokens, positions), PASSES)
-
-
-def split_weights(weights: Weights) -> tuple[Weights, Weights]:
-    """Return the model's weights, and its reader's by their names in it."""
-    own = {name: array for name, array in weights.items() if not name.startswith(_READER)}
-    reading = {n.removeprefix(_READER): a for n, a in weights.items() if n.startswith(_READER)}
-    return own, reading
-
-
-def _new_reader(reader: TargetReader, weights: Weights) -> Weights:
-    """Return a reader's initial weights.
-
-    Keys and values are those that the layers make of their own input, which the first state that is
-    read replaces.
-    """
-    first = {name: array.astype(mx.float32) for name, array in flat_parameters(reader).items()}
-    width, features = first["fc.weight"].shape
-    first["fc.weight"] = mx.eye(width, features)
-    for name in first:
-        part, _, rest = name.partition(".")
-        layer, _, leaf = rest.partition(".")
-        if part in _PROJECTIONS:
-            given = weights[f"{_LAYER}{layer}.self_attn.{part}.{leaf}"]
-            scale = weights.get(f"{_LAYER}{layer}.input_layernorm.weight")
-            first[name] = given if scale is None else given * scale[None]
-    return first
+        self.module.update(tree_unflatten(list(cast.items())))
+        return logits_at(self.module, tokens, positions)
 
 
 def new_student(
@@ -176,8 +104,6 @@ def new_student(
     chosen: list[int],
     head_ids: Ids | None,
     dtype: mx.Dtype,
-    *,
-    reads: Reads = READS_NOTHING,
 ) -> Student:
     """Create a drafter from layers of `target`, a dense mlx-lm model.
 
@@ -201,7 +127,7 @@ def new_student(
     parameters: Any = dict(tree_flatten(module.parameters()))
     _check_shapes(parameters, inherited)
     module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in parameters]))
-    return Student(module, head_ids, dtype, reads)
+    return Student(module, head_ids, dtype)
 
 
 def start_from(student: Student, folder: Path) -> None:
@@ -211,23 +137,19 @@ def start_from(student: Student, folder: Path) -> None:
     stay the target's and initially add nothing, so the student starts as the drafter.
 
     Raises:
-        ModelError: a weight is missing there or has another shape, it has more layers, or fewer
-            and reads the target; or the additions of the layers between them have other names.
+        ModelError: a weight is missing there or has another shape, it has more layers,
+            or the additions of the layers between them have other names.
     """
     module = load(folder).module
-    given: Weights = flat_parameters(module)
+    flat: Any = tree_flatten(module.parameters())
+    given: Weights = dict(flat)
     count, layers = len(module.layers), len(student.module.layers)
-    reader = load_reader(folder, mx.float32)
-    if count > layers or (count < layers and reader is not None):
+    if count > layers:
         raise ModelError(f"the drafter {str(folder)!r} has {count} layers; give --layers {count}")
     new = _spread(given, count, layers)
-    if reader is not None:
-        given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
     _silence(student.weights, new)
     for name, array in student.weights.items():
         if name.startswith(new):
-            continue
-        if name.startswith(_READER) and name not in given:
             continue
         if name not in given or given[name].shape != array.shape:
             raise ModelError(f"the drafter {str(folder)!r} has another shape at {name}")

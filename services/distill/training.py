@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
-import numpy as np
 
 from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings
 from services.distill.batches import Batches, TrainingBatch
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
-from services.distill.context import Blocks, Context, context_of, random_blocks
 from services.distill.logits import TargetDistribution, Weights, number
 from services.distill.objective import LOSSES, Objective, acceptance_bound
 from services.distill.run_control import RunControl
@@ -41,8 +39,6 @@ class DeviceBatch(NamedTuple):
     tokens: mx.array
     positions: mx.array
     importance: mx.array
-    context: Context | None = None
-    """Context of a drafter that reads the target."""
 
 
 class _Updated(NamedTuple):
@@ -135,10 +131,6 @@ class Trainer:
         save(done)
         return done
 
-    def close(self) -> None:
-        """Restore the target."""
-        self._distribution.close()
-
     # ------------------------------------------------------------ one step
 
     def _objective(self, spent: float) -> Objective:
@@ -147,14 +139,8 @@ class Trainer:
     def _step(
         self, weights: Weights, moments: Moments, step: int, objective: Objective, spent: float
     ) -> _Updated:
-        batch = self._batches.at(step)
-        inputs = _on_device(batch)
-        p, features = self._p(inputs)
-        if features is not None:
-            chance = np.random.default_rng([self._settings.seed, 5, step])
-            rows, length = batch.tokens.shape
-            blocks = random_blocks(rows, length, chance)
-            inputs = inputs._replace(context=context_of(features, blocks))
+        inputs = _on_device(self._batches.at(step))
+        p = self._p(inputs)
         if objective not in self._steps:
             self._steps[objective] = self._compile(self._updating(objective))
         rate = mx.array(learning_rate(self._settings, spent))
@@ -166,10 +152,9 @@ class Trainer:
         fusing = self._settings.compiled and compute_unit() == "metal"
         return mx.compile(function) if fusing else function
 
-    def _target_probabilities(self, inputs: DeviceBatch) -> tuple[mx.array, mx.array | None]:
-        distribution = self._distribution
-        hidden, features = distribution.read_hidden_and_features(inputs.tokens, inputs.positions)
-        return distribution.compute_probabilities(hidden, self._settings.loss_temperature), features
+    def _target_probabilities(self, inputs: DeviceBatch) -> mx.array:
+        hidden = self._distribution.read_hidden(inputs.tokens, inputs.positions)
+        return self._distribution.compute_probabilities(hidden, self._settings.loss_temperature)
 
     def _updating(self, objective: Objective) -> Callable[..., _Updated]:
         """Return the step of one objective: gradient, clipping, AdamW."""
@@ -177,8 +162,7 @@ class Trainer:
         settings = self._settings
 
         def mean_loss(weights: Weights, p: mx.array, inputs: DeviceBatch) -> mx.array:
-            tokens, positions = inputs.tokens, inputs.positions
-            logits = self._student.logits(weights, tokens, positions, inputs.context)
+            logits = self._student.logits(weights, inputs.tokens, inputs.positions)
             each = loss(p, logits / settings.loss_temperature)
             return _mean(each, inputs.importance)
 
@@ -202,18 +186,11 @@ class Trainer:
     # ------------------------------------------------------------ validation
 
     def _measure_acceptance(self, weights: Weights, inputs: DeviceBatch) -> mx.array:
-        tokens, positions, importance, _ = inputs
-        hidden, features = self._distribution.read_hidden_and_features(tokens, positions)
+        tokens, positions, importance = inputs
+        hidden = self._distribution.read_hidden(tokens, positions)
         p = self._distribution.compute_probabilities(hidden, 1.0)
-        context = None
-        if features is not None:
-            context = context_of(features, self._validation_blocks(*tokens.shape))
-        q = mx.softmax(self._student.logits(weights, tokens, positions, context), axis=-1)
+        q = mx.softmax(self._student.logits(weights, tokens, positions), axis=-1)
         return _mean(acceptance_bound(p, q), importance)
-
-    def _validation_blocks(self, rows: int, length: int) -> Blocks:
-        """Return the same blocks every time."""
-        return random_blocks(rows, length, np.random.default_rng([self._settings.seed, 6]))
 
     def _with_log_entry(
         self, weights: Weights, position: Position, losses: list[float], objective: Objective

@@ -16,7 +16,6 @@ import mlx.core as mx
 
 from protocol.errors import ModelError
 from protocol.process.child import produce_folder
-from services.mlx.target_reader import WEIGHTS
 
 _EMBEDDING = "model.embed_tokens"
 _SHARED = (_EMBEDDING, "lm_head")
@@ -33,8 +32,6 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
     for file in carried.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
     _describe_quantization(target, folder, [one for one in _SHARED if f"{one}.scales" in shared])
-    if (carried / WEIGHTS).is_file():
-        shutil.copyfile(carried / WEIGHTS, folder / WEIGHTS)
     for name in _TOKENIZER_FILES:
         try:
             shutil.copyfile(target / name, folder / name)

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, Rows, TreeLayer
-from services.mlx.target_reader import TargetReader
 
 CHAIN = [203, 64, 5]
 ORDERS = ("early", "late", "in pieces", "twice")
@@ -82,23 +80,3 @@ def check_drafts(expected: list[DraftedToken], found: list[DraftedToken]) -> Non
     assert [draft.token for draft in expected] == [draft.token for draft in found]
     shares = ([draft.confidence for draft in drafts] for drafts in (expected, found))
     np.testing.assert_allclose(*shares, atol=1e-4)
-
-
-def watch_passes(backend: Any) -> list[int]:
-    """How many sequences each forward pass is over, from now on."""
-    sizes: list[int] = []
-    run = backend._batcher._forward
-
-    def forward(asks: list[Any]) -> None:
-        sizes.append(len(asks))
-        run(asks)
-
-    backend._batcher._forward = forward
-    return sizes
-
-
-def feed_loudly(reader: TargetReader) -> TargetReader:
-    """Add much to the embeddings, where a new reader adds nothing."""
-    for number, part in enumerate((reader.from_state, reader.from_own)):
-        part.proj.weight = mx.random.normal(part.proj.weight.shape, key=mx.random.key(number))
-    return reader

@@ -3,18 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
-from protocol.settings import DrafterSettings, ReadingWay
+from protocol.settings import DrafterSettings
 from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.preparation import Stage, run_all
-
-if TYPE_CHECKING:
-    from services.drafter.backends.mlx_reading import ReadingBackend
 
 
 def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
@@ -62,32 +58,16 @@ def _create_mlx(
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
-    from services.mlx.target_reader import read_description  # noqa: PLC0415
     from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
-    reads = read_description(folder)
-    if reads is not None:
-        kind = _reading_backend(reads.way)
-        backend: MlxBackend = kind(folder, step, unit, weights=settings.weights)
-    else:
-        prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-        backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
+    prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+    backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
     if unit == "cpu":
         return backend, ()
     kernels = [Stage("kernels", backend.try_kernels)] if unit.startswith("cuda") else []
     traces = Stage("traces", backend.trace)
     return backend, [*kernels, traces, Stage("first passes", partial(warm_drafter, backend))]
-
-
-def _reading_backend(way: ReadingWay) -> "type[ReadingBackend]":
-    if way == "input":
-        from services.drafter.backends.self_feeding import SelfFeedingBackend  # noqa: PLC0415
-
-        return SelfFeedingBackend
-    from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
-
-    return ReadingBackend
 
 
 def _create_head(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from launch.commands.distill import command
 from launch.workers.chat_template import Form, form_of
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
@@ -113,21 +112,6 @@ def test_prompts_of_ones_own(target: Path, tmp_path: Path) -> None:
         rows += json.loads(path.read_text())["rows"]
     assert len(rows) == 48
     assert len({(row["group"], row["temperature"]) for row in rows}) == 48
-
-
-@pytest.mark.parametrize(
-    ("given", "way"),
-    [
-        ([], None),
-        (["--reads-target"], "states"),
-        (["--reads-target", "--layers", "2"], "states"),
-        (["--reads-target", "input"], "input"),
-    ],
-)
-def test_ways_of_reading(given: list[str], way: str | None) -> None:
-    """--reads-target alone means states."""
-    context = command.make_context("distill", ["--target", "t", *given])
-    assert context.params["reads_target"] == way
 
 
 def without_template(folder: Path) -> None:

@@ -133,7 +133,7 @@ def test_the_law_of_a_trimmed_head_is_not_renormalised(
     target = load(write_tiny_model(tmp_path, "qwen2")).module
     ids = mx.array([4, 7, 200])
     law = TargetDistribution(target, 288, ids)
-    hidden, _ = law.read_hidden_and_features(TOKENS, POSITIONS)
+    hidden = law.read_hidden(TOKENS, POSITIONS)
     logits = law.logits(hidden)
     assert logits.shape == (3, 288)
     assert [chunk.stop for chunk in law.split(3)] == [2, 3]
