@@ -30,8 +30,8 @@ class RemoteServer:
     """Our keys for it."""
 
 
-def remote_server_of(address: str, key: str, own_key: str) -> RemoteServer | None:
-    """Return the draft server that the settings name, if any; raise UsageError on an error.
+def remote_server_of(address: str, key: str, own_key: str) -> RemoteServer:
+    """Return the draft server that the settings name; raise UsageError on an error.
 
     Args:
         address: tcp://HOST:PORT.
@@ -39,9 +39,7 @@ def remote_server_of(address: str, key: str, own_key: str) -> RemoteServer | Non
         own_key: name of our keys for it.
     """
     if not address:
-        if key:
-            raise UsageError("--draft-server-key needs --draft-server")
-        return None
+        raise UsageError("--draft-server-key needs --draft-server")
     if not key:
         raise UsageError(
             f"the draft server {address} needs its public key (--draft-server-key): "

@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from launch.models.default_pair import add_default
-from launch.models.registry import add_from_registry, read_registry
+from launch.models.registry import add_default, add_from_registry, read_registry
 from launch.prompts import demo_prompts, read_prompts
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options

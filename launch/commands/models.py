@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.models.catalog import Fit, Model, add_folder, find_model, list_models, pairs, remove
-from launch.models.default_pair import DEFAULT, add_default
+from launch.models.default_pair import DEFAULT
 from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.gguf_models import (
     convert_once,
@@ -20,7 +20,7 @@ from launch.models.gguf_models import (
 )
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
-from launch.models.registry import add_from_registry, read_registry
+from launch.models.registry import add_default, add_from_registry, read_registry
 from launch.models.weights import bytes_on_cpu
 from launch.settings.machine import compute_threads
 from launch.terminal import console

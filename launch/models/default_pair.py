@@ -3,9 +3,6 @@
 import importlib.resources
 from pathlib import Path
 
-from launch.models.gguf_models import produce
-from launch.models.registry import Report, add_from_registry, read_registry
-from launch.settings.machine import require_mlx
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError
 
@@ -35,18 +32,3 @@ def require_default(folder: Path) -> Path:
 def drafter_weights() -> Path:
     """Return the default drafter's weights, as shipped with this project (without embeddings)."""
     return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
-
-
-def add_default(report: Report) -> None:
-    """Set up the default pair: download the target, convert it, assemble the drafter.
-
-    Existing files are kept; an interrupted run leaves nothing half-written.
-
-    Raises:
-        UsageError: MLX is not installed.
-        ModelError: the weights cannot be converted.
-        RuntimeFailure: they cannot be downloaded.
-    """
-    require_mlx()
-    target = add_from_registry(read_registry()[TARGET_NAME], report)
-    produce(default_drafter(), "services.tools.build_drafter", str(drafter_weights()), str(target))

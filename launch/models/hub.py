@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from launch.models.default_pair import DEFAULT, default_target, require_default
-from launch.models.gguf_models import convert_once, find_named, is_gguf
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
@@ -23,6 +22,9 @@ def resolve(reference: str) -> Path:
     cached = cache_dir() / "models" / reference
     if folder.is_dir() or ("/" not in reference and cached.is_dir()):
         return (folder if folder.is_dir() else cached).resolve()
+    # Only a name that is no folder can be a GGUF file's.
+    from launch.models.gguf_models import convert_once, find_named, is_gguf  # noqa: PLC0415
+
     if is_gguf(folder):
         return convert_once(folder)
     if (file := find_named(reference)) is not None:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launch.keyring import RemoteServer, remote_server_of
 from launch.models.coreml_models import find_converted, require_converted
 from launch.models.default_pair import DEFAULT, default_drafter, default_target, require_default
 from launch.models.hub import resolve
@@ -17,6 +17,9 @@ from protocol.adapter import ADAPTER_FILES
 from protocol.errors import ModelError, UsageError
 from protocol.heads import describe_head
 from protocol.settings import BACKENDS, BackendName
+
+if TYPE_CHECKING:
+    from launch.keyring import RemoteServer
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Pair:
     """The program that drafts, for the stdio backend."""
     lines: bool = False
     """True if it speaks the line protocol."""
-    server: RemoteServer | None = None
+    server: "RemoteServer | None" = None
     """The draft server, for the remote backend."""
     adapter: str = ""
     """Folder of the target's LoRA adapter; empty without one."""
@@ -57,7 +60,7 @@ class Pair:
         command: Sequence[str] = (),
         *,
         lines: bool = False,
-        server: RemoteServer | None = None,
+        server: "RemoteServer | None" = None,
     ) -> "Pair":
         """Return the same target with another drafter; raise UsageError or ModelError."""
         names: dict[str, BackendName] = {"none": "ngram", **{name: name for name in BACKENDS}}
@@ -109,8 +112,17 @@ def pair_of(settings: StackSettings) -> Pair:
         settings.draft_model,
         command_of(settings.draft_command),
         lines=settings.draft_lines,
-        server=remote_server_of(settings.draft_server, settings.draft_server_key, settings.key),
+        server=server_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
+
+
+def server_of(address: str, key: str, own_key: str) -> "RemoteServer | None":
+    """Return the draft server that the settings name, if any; see `keyring.remote_server_of`."""
+    if not address and not key:
+        return None
+    from launch.keyring import remote_server_of  # noqa: PLC0415
+
+    return remote_server_of(address, key, own_key)
 
 
 def adapter_folder(settings: StackSettings) -> str:

@@ -18,7 +18,9 @@ from typing import IO
 
 import msgspec
 
-from launch.models.gguf_models import check_space, convert
+from launch.models.default_pair import TARGET_NAME, default_drafter, drafter_weights
+from launch.models.gguf_models import check_space, convert, produce
+from launch.settings.machine import require_mlx
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 from protocol.process.files import remove_leftovers, temporary_folder
@@ -69,6 +71,21 @@ def read_registry() -> dict[str, RegistryModel]:
     except (ValueError, msgspec.ValidationError) as error:
         raise UsageError(f"{_FILE} of this installation is damaged: {error}") from error
     return {model.name: model for model in models}
+
+
+def add_default(report: Report) -> None:
+    """Set up the default pair: download the target, convert it, assemble the drafter.
+
+    Existing files are kept; an interrupted run leaves nothing half-written.
+
+    Raises:
+        UsageError: MLX is not installed.
+        ModelError: the weights cannot be converted.
+        RuntimeFailure: they cannot be downloaded.
+    """
+    require_mlx()
+    target = add_from_registry(read_registry()[TARGET_NAME], report)
+    produce(default_drafter(), "services.tools.build_drafter", str(drafter_weights()), str(target))
 
 
 def add_from_registry(model: RegistryModel, report: Report) -> Path:

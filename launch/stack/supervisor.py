@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from launch.keyring import RemoteServer, remote_server_of
-from launch.models.pair import Pair
+from launch.models.pair import Pair, server_of
 from launch.settings.settings import DRAFTER_SETTINGS, StackSettings, name_settings
 from launch.signals import on_second_signal
 from launch.stack.child import Child, Lifeline, RestartBudget, end_all, kill_all
@@ -114,7 +113,7 @@ class Supervisor:
             self._spawn("gateway")
         if self._pair.server is not None:
             threading.Thread(
-                target=self._try_server, args=(self._pair.server,), daemon=True
+                target=self._try_server, args=(self._pair.server.address,), daemon=True
             ).start()
         missing = await_ready(
             self.run_dir.clients_address,
@@ -141,9 +140,9 @@ class Supervisor:
         models = pair.model, pair.draft_model, pair.adapter
         self.run_dir.describe(os.getpid(), *models, settings=named)
 
-    def _try_server(self, server: RemoteServer) -> None:
+    def _try_server(self, address: str) -> None:
         """Warn if the draft server is absent; in a thread, since name resolution is slow."""
-        if reason := find_tcp_error(server.address, _CONNECT_S):
+        if reason := find_tcp_error(address, _CONNECT_S):
             self._report_state("drafter", "starting", reason)
 
     def cancel_start(self) -> None:
@@ -290,7 +289,7 @@ class Supervisor:
             message.model,
             message.command,
             lines=message.lines,
-            server=remote_server_of(message.server, message.server_key, self._settings.key),
+            server=server_of(message.server, message.server_key, self._settings.key),
         )
         self._absent.pop("drafter", None)
         if old is not None and "drafter" in self._starting:

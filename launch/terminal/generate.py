@@ -13,9 +13,7 @@ import msgspec
 
 from launch.prompts import Prompt
 from launch.terminal import console
-from launch.terminal.explain import explanation
 from launch.terminal.statistics import notes, peak_memory, statistics_table
-from launch.terminal.trace import write_trace
 from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Text, TraceEvent
@@ -76,6 +74,8 @@ def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
                 console.stderr().print(f"{'' if index == 0 else chr(10)}[{prompt.id or index + 1}]")
             slices += _print_text(client, prompt, options)
     if options.trace is not None:
+        from launch.terminal.trace import write_trace  # noqa: PLC0415
+
         write_trace(options.trace, slices)
 
 
@@ -126,6 +126,8 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceE
     for sentence in notes(finished, request):
         console.note(sentence)
     if options.explain:
+        from launch.terminal.explain import explanation  # noqa: PLC0415
+
         console.stderr().print(explanation(request.mode, finished.statistics), markup=False)
     if options.statistics:
         memory = peak_memory(client)

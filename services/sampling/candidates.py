@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.rejection import drafter_distribution, draw_draft_token, to_message
 from protocol.decoding.sampler import Floats, Ids, score_candidates
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import NotNumbers
@@ -209,9 +208,13 @@ def draft_tokens(
             DraftedToken(token, ranked.confidences(row, 1)[0])
             for row, token in enumerate(ranked.ids[:, 0].tolist())
         ]
+    # Of the rejection rule alone.
+    from protocol.decoding import rejection  # noqa: PLC0415
+
     drafted = []
     for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
-        q = drafter_distribution(ids, logits, sampling, turn.held_back)
-        token = draw_draft_token(q, position, sampling, turn.number)
-        drafted.append(DraftedToken(token, float(q.probabilities.max()), to_message(q)))
+        q = rejection.drafter_distribution(ids, logits, sampling, turn.held_back)
+        token = rejection.draw_draft_token(q, position, sampling, turn.number)
+        sent = rejection.to_message(q)
+        drafted.append(DraftedToken(token, float(q.probabilities.max()), sent))
     return drafted

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
-from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, sample
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.decoding.token_tree import TokenTree
@@ -156,6 +155,8 @@ class AcceptanceRule:
 
     def _reject(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
         """Apply the rejection rule to a chain."""
+        from protocol.decoding.rejection import verify_draft  # noqa: PLC0415
+
         shaped = process_rows(self._processor, tree.tokens, rows)
         draft, sent = tree.tokens[1:], message.distributions[: len(tree) - 1]
         accepted, bonus = verify_draft(shaped, draft, sent, message.position + 1, self._sampling)

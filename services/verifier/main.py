@@ -1,10 +1,10 @@
 """`python -m services.verifier.main SETTINGS`: the target verifier process."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.adapter import identify_adapter
 from protocol.messages import ToService, ToVerifier
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
@@ -19,6 +19,8 @@ from services.runtime.preparation import Preparer
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
+    from services.kv.prefix_cache import PrefixCache
+    from services.mlx.loader import LoadedModel
     from services.verifier.open_target import OpenTarget
     from services.verifier.verifier import Verifier
 
@@ -30,7 +32,6 @@ def run(settings: VerifierSettings) -> None:
     # MLX must be imported after the BLAS is in place.
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.verifier.open_target import open_target  # noqa: PLC0415
-    from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.stages import VerifierStages  # noqa: PLC0415
     from services.verifier.target_model import prepare_plain  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
@@ -49,8 +50,7 @@ def run(settings: VerifierSettings) -> None:
         channel: Channel[ToService] = Channel(
             settings.address, Decoder(ToVerifier), send_timeout_s=SEND_S
         )
-        how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
-        with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
+        with channel, _keep_prefixes(settings, prompts, verifier, model):
             inbox = Inbox(channel, open_idle_flag(settings.idle_flag))
             inbox.expect_s = verifier.expect_s
             serve(channel, identity, verifier, inbox, preparer)
@@ -77,6 +77,19 @@ def _identify(settings: VerifierSettings, opened: "OpenTarget", verifier: "Verif
         takes_trees=verifier.takes_trees,
         ranks=ranks.status if ranks else [],
     )
+
+
+def _keep_prefixes(
+    settings: VerifierSettings, prompts: "PrefixCache", verifier: "Verifier", model: "LoadedModel"
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that restores the prompt cache from its file, if any, and saves it."""
+    if not settings.prompt_cache_file:
+        return contextlib.nullcontext()
+    from protocol.adapter import identify_adapter  # noqa: PLC0415
+    from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
+
+    how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
+    return persist_prefixes(Path(settings.prompt_cache_file), prompts, verifier, model, how)
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

@@ -37,17 +37,13 @@ _UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
 
 @contextlib.contextmanager
 def persist_prefixes(
-    file: str, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
+    path: Path, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
 ) -> Iterator[None]:
-    """Load the prefixes of an earlier process from `file`; save the present ones on exit.
+    """Load the prefixes of an earlier process from a file; save the present ones on exit.
 
-    `how` describes everything besides the model that changes its KV. Without a file nothing
-    happens.
+    `how` describes everything besides the model that changes its KV.
     """
-    if not file:
-        yield
-        return
-    path, identity = Path(file), identify_kv(model, how)
+    identity = identify_kv(model, how)
     load(path, prompts, identity, model.module, verifier.new_state)
     try:
         with exit_on_sigterm():

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Generator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -26,7 +27,6 @@ from protocol.messages import (
     Verify,
 )
 from services.engine.chunked_prefill import ChunkedPrefill
-from services.engine.external_prefill import ExternalPrefill, PrefillSource
 from services.engine.forward import Batcher, most_rows
 from services.engine.pass_handle import Ids, PassHandle, PassTiming
 from services.engine.pass_memory import PassMemory
@@ -44,6 +44,9 @@ from services.verifier.prelaunch import Prelauncher
 from services.verifier.sequence import TargetSequence, find_longest_wait
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
+
+if TYPE_CHECKING:
+    from services.engine.external_prefill import ExternalPrefill, PrefillSource
 
 MAX_DRAFT_TOKENS = 64
 
@@ -104,8 +107,10 @@ class Verifier:
             return None
         return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
 
-    def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
+    def use_external_prefill(self, other: "PrefillSource", *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
+        from services.engine.external_prefill import ExternalPrefill  # noqa: PLC0415
+
         if self._states.way in ("slots", "windows"):
             self._external = ExternalPrefill(
                 self._model, self._states.make, other, whenever_it_fits=whenever_it_fits
