@@ -36,8 +36,10 @@ SURVEY = HardwareReport(
 
 
 @pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """The findings for these settings, by topic; MLX is not asked."""
+def examined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layers_in_process: None
+) -> Callable[..., dict[str, Any]]:
+    """The findings for these settings, by topic; no other process is asked."""
     monkeypatch.setattr(doctor, "ask_hardware", lambda: SURVEY)
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
 

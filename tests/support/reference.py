@@ -103,10 +103,15 @@ def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) 
 
 @cache
 def _tiny_target(family: str) -> tuple[LoadedModel, TargetModel | None]:
-    """On a GPU each verifier prepares its own: traces and tables are not for two."""
     model = load(tiny_folder(family))
     equip(model.module, rounds=False)  # the yardstick's arithmetic
-    return model, prepare(model.module) if compute_unit() == "cpu" else None
+    return model, prepare_shared(model.module)
+
+
+def prepare_shared(module: Any) -> TargetModel | None:
+    """Prepare a target for several verifiers; on a GPU, where traces and tables are not for two,
+    each prepares its own."""
+    return prepare(module) if compute_unit() == "cpu" else None
 
 
 def tiny_verifier(family: str, step: int = 512, prompts: PrefixCache | None = None) -> Verifier:

@@ -135,6 +135,7 @@ def test_pairs_share_a_tokenizer_and_differ_in_size() -> None:
     }
 
 
+@pytest.mark.usefixtures("layers_in_process")
 @pytest.mark.parametrize("family", ["llama", "quantized"])
 def test_inspect(tmp_path: Path, family: str) -> None:
     """Architecture, parameters, context, vocabulary, quantisation, memory."""
@@ -149,6 +150,7 @@ def test_inspect(tmp_path: Path, family: str) -> None:
         assert word in printed
 
 
+@pytest.mark.usefixtures("layers_in_process")
 def test_inspect_finds_models_of_the_caches(caches: Path, tiny: Path) -> None:
     """By the name that `list` shows; --model takes the same."""
     in_hub_cache(caches, tiny, "tests/theirs")

@@ -67,9 +67,9 @@ VARIANTS = {
 def test_variants_say_the_same(variant: str) -> None:
     """Another way of writing the state, or several packages, change no value."""
     calls = [("prefill", 16), ("tree", 8), ("decode", 1), ("tree", 3)]
-    plain = fed(converted_model(converted_folder("llama3")), TEXT, calls)
+    plain = fed(converted_model(converted_folder("llama")), TEXT, calls)
     options = tuple(VARIANTS[variant].items())
-    varied = fed(converted_model(converted_folder("llama3", options=options)), TEXT, calls)
+    varied = fed(converted_model(converted_folder("llama", options=options)), TEXT, calls)
     for a, b in zip(plain, varied, strict=True):
         np.testing.assert_allclose(a.logits, b.logits, atol=1e-4)
         np.testing.assert_array_equal(a.ids, b.ids)
@@ -127,7 +127,8 @@ def test_any_tree_equals_decoding_one_by_one(
         for row, parent in enumerate(parents):
             paths.append([*paths[parent], slot + row])
             texts.append([*texts[parent], tokens[row]])
-    for top, text in zip(tops, texts, strict=True):
+    leaves = len(levels[-1])
+    for top, text in zip(tops[-leaves:], texts[-leaves:], strict=True):
         alone = fed(model, text, [("decode", 1)] * len(text))[-1]
         np.testing.assert_allclose(top.logits, alone.logits, atol=1e-3)
         np.testing.assert_allclose(top.totals, alone.totals, atol=1e-3)

@@ -70,7 +70,7 @@ def settings_for(target: Path, out: Path, **changes: Any) -> DistillSettings:
     values: dict[str, Any] = {
         "lifeline": 0, "target": str(target), "out": str(out), "opening": [0, 2], "turn": [3],
         "stop_ids": [1], "length": 32, "user_tokens": 4, "data_batch": 64, "data_tokens": 3000,
-        "batch": 16, "steps": 60, "learning_rate": 3e-3, "held_out": 0.1,
+        "batch": 16, "steps": 40, "learning_rate": 3e-3, "held_out": 0.1,
     }  # fmt: skip
     return msgspec.convert(values | changes, DistillSettings)
 
@@ -100,13 +100,13 @@ def test_the_loss_falls(done: Run) -> None:
 
 @pytest.mark.wide
 def test_interrupted_and_resumed_is_uninterrupted(done: Run, tmp_path: Path) -> None:
-    """Stopped after 7 and after 20 more steps, then resumed: the same weights, moments, log.
+    """Stopped after 7 and after 10 more steps, then resumed: the same weights, moments, log.
 
     To rounding: BLAS may sum in another order where an array lies elsewhere in memory. One
     step missed, repeated or with other data would change weights by about 1e-3.
     """
     settings = msgspec.structs.replace(done.settings, out=str(tmp_path / "out"))
-    for stop_after in (7, 20):
+    for stop_after in (7, 10):
         session = Quiet(stop_after)
         distill(settings, session)
         assert not session.finished.complete
@@ -116,7 +116,7 @@ def test_interrupted_and_resumed_is_uninterrupted(done: Run, tmp_path: Path) -> 
     first, second = checkpoint.load(done.out), checkpoint.load(tmp_path / "out")
     assert first is not None
     assert second is not None
-    assert first.position.step == second.position.step == 60
+    assert first.position.step == second.position.step == done.settings.steps
     for one, other in (
         (first.weights, second.weights),
         (first.moments.first, second.moments.first),
@@ -238,9 +238,7 @@ def test_the_carried_drafter_is_the_drafter(done: Run, target: Path, tmp_path: P
     np.testing.assert_allclose(one, other, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("family", "bits"), [("llama3", 0), ("quantized", 0), ("llama3", 8), ("quantized", 4)]
-)
+@pytest.mark.parametrize(("family", "bits"), [("quantized", 0), ("llama3", 8)])
 def test_other_heads_and_bits_are_carried_too(family: str, bits: int, tmp_path: Path) -> None:
     """Own heads, quantised targets, quantised drafters: whole and assembled drafter agree."""
     target = write_tiny_model(tmp_path / "t", family)

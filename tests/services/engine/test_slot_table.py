@@ -318,7 +318,12 @@ def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.state.seat for line in lines] == [None, None]
 
 
+once = pytest.mark.parametrize("_passes", [False], indirect=True, ids=["found"])
+"""Of tests that find a table themselves, and with it whether to trace."""
+
+
 @_wide
+@once
 def test_a_table_computes_passes_beforehand() -> None:
     """Of each small size, and nobody sits there afterwards."""
     module = model_of("llama")
@@ -340,6 +345,7 @@ def test_a_table_computes_passes_beforehand() -> None:
     assert not any(map(table._sits, range(len(table._taken))))
 
 
+@once
 def test_a_model_that_works_with_a_table_is_found_out() -> None:
     module = model_of("llama")
     windows = windows_of(module)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding import sampler
-from protocol.messages import OpenSequence, Sampling, VerificationOutcome, Verify
+from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
 from services.kernels.cpu.choice import choose_tokens
 from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
 from services.verifier.verifier import Verifier
-from tests.support.reference import for_the_cpu, plain, tiny_folder
+from tests.support.reference import for_the_cpu, plain, said, tiny_folder
 
 SAMPLINGS = [
     Sampling(),
@@ -170,21 +170,28 @@ def test_a_drafter_on_a_gpu_drafts_the_same(sampling: Sampling) -> None:
     assert on_host == on_gpu
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS[7:9]], ids=str)
-def test_a_verifier_on_a_gpu_commits_the_same(sampling: Sampling) -> None:
+def test_a_verifier_on_a_gpu_commits_the_same() -> None:
     """The code path of GPUs, computed here on a CPU: the tokens of plain decoding."""
-    prompt = (11, 200, 5)
-    expected = plain("llama", prompt, 12, sampling)
     with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
         verifier = Verifier(load(tiny_folder("llama")), 512)
-        list(verifier.handle(OpenSequence(sequence=1, tokens=[11, 200], sampling=sampling)))
-        tokens = list(prompt)
-        while len(tokens) < 15:
-            right = [*expected, 0, 0][len(tokens) - 3 :][:2]
-            draft = [*right, 7]
-            chain = [tokens[-1], *draft]
-            ask = Verify(sequence=1, round=len(tokens), position=len(tokens) - 1, nodes=chain)
-            [outcome] = verifier.handle(ask)
-            assert isinstance(outcome, VerificationOutcome)
-            tokens += [*draft[: outcome.accepted], outcome.bonus]
-    assert expected == tokens[3:15]
+        for number, sampling in enumerate((Sampling(), *SAMPLINGS[7:9])):
+            expected = plain("llama", (11, 200, 5), 12, sampling)
+            assert expected == answer(verifier, number, [11, 200, 5], expected, sampling)
+
+
+def answer(
+    verifier: Verifier, number: int, prompt: Tokens, expected: Tokens, sampling: Sampling
+) -> Tokens:
+    """As many tokens as expected, verified behind drafts of two right tokens and a wrong one."""
+    opened = OpenSequence(sequence=number, tokens=prompt[:-1], sampling=sampling)
+    list(verifier.handle(opened))
+    tokens, upto = list(prompt), len(prompt) + len(expected)
+    while len(tokens) < upto:
+        right = [*expected, 0, 0][len(tokens) - len(prompt) :][:2]
+        draft = [*right, 7]
+        chain = [tokens[-1], *draft]
+        ask = Verify(sequence=number, round=len(tokens), position=len(tokens) - 1, nodes=chain)
+        [outcome] = said(verifier.handle(ask))
+        assert isinstance(outcome, VerificationOutcome)
+        tokens += [*draft[: outcome.accepted], outcome.bonus]
+    return tokens[len(prompt) : upto]

@@ -1,6 +1,7 @@
 """The target's prompt cache in a file: whole and of this model, or as good as none."""
 
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ from launch.settings.settings import StackSettings
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
 from services.kv.prefix_cache import PrefixCache
+from services.mlx.loader import LoadedModel
 from services.mlx.loader import load as load_model
 from services.verifier.prefix_cache_file import identify_kv, load, save
+from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
-from tests.support.reference import said
+from tests.support.reference import prepare_shared, said
 from tests.support.stack import running
 from tests.support.tiny_models import write_tiny_model
 
@@ -21,14 +24,20 @@ MUCH = 2**40
 PROMPT = list(range(40, 90))
 
 
+@cache
+def model_of(folder: Path) -> tuple[LoadedModel, TargetModel | None]:
+    model = load_model(folder)
+    return model, prepare_shared(model.module)
+
+
 class Kept:
     """A verifier and its prompt cache, which know one folder's model."""
 
     def __init__(self, folder: Path) -> None:
         self.prompts = PrefixCache(10, MUCH)
-        model = load_model(folder)
+        model, target = model_of(folder)
         self.module = model.module
-        self.verifier = Verifier(model, 512, self.prompts)
+        self.verifier = Verifier(model, 512, self.prompts, target)
         self.identity = identify_kv(model, "mlx")
 
     def open(self) -> int:
@@ -69,6 +78,13 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def folder(target: Target) -> Path:
     return target.folder
+
+
+@pytest.fixture(scope="module")
+def wider(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the family, with states of other shapes."""
+    place = tmp_path_factory.mktemp("wider") / "m"
+    return write_tiny_model(place, target.family, seed=2, config=WIDER[target.family])
 
 
 @pytest.fixture
@@ -121,28 +137,27 @@ def test_a_damaged_file_is_as_good_as_none(
     assert second.open() == 0
 
 
-@pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])
 def test_another_models_file_is_not_used(
-    target: Target, file: Path, shapes: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: Target, wider: Path, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor are the same weights' states if they were computed in another way."""
-    wider = WIDER[target.family] if shapes == "other shapes" else None
-    other = Kept(write_tiny_model(tmp_path / "other", target.family, seed=2, config=wider))
-    other.read(file)
-    assert len(other.prompts) == 0
-    assert "another model" in caplog.text
-    assert other.open() == 0
+    for place in (wider, write_tiny_model(tmp_path / "other", target.family, seed=2)):
+        other = Kept(place)
+        caplog.clear()
+        other.read(file)
+        assert len(other.prompts) == 0
+        assert "another model" in caplog.text
+        assert other.open() == 0
     same = load_model(target.folder)
     assert identify_kv(same, "mlx") == Kept(target.folder).identity != identify_kv(same, "coreml")
 
 
 def test_states_of_other_shapes_are_not_used(
-    target: Target, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, wider: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the file says of the model that it is of: nothing goes on with them."""
-    config = WIDER[target.family]
-    other = Kept(write_tiny_model(tmp_path / "other", target.family, seed=2, config=config))
-    other.identity = Kept(target.folder).identity
+    other = Kept(wider)
+    other.identity = Kept(folder).identity
     other.read(file)
     assert len(other.prompts) == 0
     assert "is not used" in caplog.text
