@@ -65,7 +65,7 @@ COMPUTING = tuple(
 EXHAUSTIVE = (Path(__file__).parent / "orchestrator/simulation/test_planner_simulated.py",)
 """The planner against every fixed choice on many devices takes a minute."""
 
-CASES = 4
+CASES = 3
 """Cases of a test in these folders that `make test` takes; where families differ, one of each."""
 
 
