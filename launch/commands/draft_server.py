@@ -8,8 +8,7 @@ import click
 from launch.keyring import check_address, own_keys, public_key
 from launch.models.hub import resolve
 from launch.models.pair import drafter_folder
-from launch.settings.machine import compute_threads
-from launch.workers.worker import module_command
+from launch.settings.machine import compute_threads, module_command
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import (

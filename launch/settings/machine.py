@@ -126,6 +126,12 @@ def share_cores(backend: BackendName) -> Cores:
     return Cores(cores[:-drafting], cores[-drafting:])
 
 
+def module_command(module: str) -> list[str]:
+    """Return the command of one of our modules; its arguments follow."""
+    # -P: a folder named `services` in the user's working directory must not shadow ours.
+    return [sys.executable, "-P", "-m", module]
+
+
 def extend_environment(more: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with more variables, for another program."""
     return {**os.environ, **more}

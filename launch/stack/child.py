@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
-from launch.settings.machine import child_environment
-from launch.workers.worker import module_command
+from launch.settings.machine import child_environment, module_command
 from protocol.process.child import find_error
 from protocol.settings import (
     ChildSettings,

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
@@ -11,7 +10,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from launch.settings.machine import child_environment, extend_environment
+from launch.settings.machine import child_environment, extend_environment, module_command
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.process.child import find_error
 from protocol.process.closeable import Closeable
@@ -212,9 +211,3 @@ def error_of(name: str, code: int | None, output: str) -> SsdError:
     last = [line for line in output.splitlines() if line.strip()][-1:]
     ending = f"exit code {code}" if code is not None else "no more answers"
     return RuntimeFailure(": ".join([f"the {name} ended with {ending}", *last]))
-
-
-def module_command(module: str) -> list[str]:
-    """Return the command of one of our modules; its arguments follow."""
-    # -P: a folder named `services` in the user's working directory must not shadow ours.
-    return [sys.executable, "-P", "-m", module]

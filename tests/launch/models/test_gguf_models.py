@@ -21,7 +21,7 @@ from launch.models.gguf_models import list_ggufs
 from launch.models.hub import resolve
 from launch.models.names import name_of_folder
 from launch.models.registry import RegistryModel, add_from_registry, read_registry
-from launch.workers.worker import module_command
+from launch.settings.machine import module_command
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 from tests.support.gguf_file import write_gguf
