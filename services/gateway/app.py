@@ -27,9 +27,6 @@ from services.gateway.dialects.base import Reader, Reading, Reply
 from services.gateway.dialects.chat_reply import read_chat
 from services.gateway.dialects.completions import read_completion
 from services.gateway.dialects.conversations import Conversations
-from services.gateway.dialects.messages import parse_count
-from services.gateway.dialects.messages_reply import read_messages
-from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate_all, share_prompts
 from services.gateway.http.large_bodies import LARGE_BYTES, LargeBodies
@@ -43,10 +40,20 @@ from services.gateway.task import Choice, Task
 
 _KEEP_ALIVE_S = 5.0
 
+
+# The Messages and Responses APIs are loaded with their first request.
+
+
+def _read_messages(body: bytes, settings: GatewaySettings) -> Reading:
+    from services.gateway.dialects.messages_reply import read_messages  # noqa: PLC0415
+
+    return read_messages(body, settings)
+
+
 _APIS: tuple[tuple[str, Reader], ...] = (
     ("/v1/chat/completions", read_chat),
     ("/v1/completions", read_completion),
-    ("/v1/messages", read_messages),
+    ("/v1/messages", _read_messages),
 )
 
 
@@ -198,6 +205,8 @@ class Gateway:
                     yield event
 
     def _read_responses(self, body: bytes, settings: GatewaySettings) -> Reading:
+        from services.gateway.dialects.responses_reply import read_responses  # noqa: PLC0415
+
         return read_responses(body, settings, self._conversations)
 
     async def _response(self, request: Request) -> Response:
@@ -213,6 +222,8 @@ class Gateway:
 
     async def _count_tokens(self, request: Request) -> Response:
         """Count a prompt's tokens for Anthropic's API."""
+        from services.gateway.dialects.messages import parse_count  # noqa: PLC0415
+
         body = await read_body(request, self._settings.max_body_bytes)
         strict = self._settings.strict
         task = await self._bodies.read(len(body), parse_count, body, strict=strict)
