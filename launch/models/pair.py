@@ -13,9 +13,7 @@ from launch.models.default_pair import DEFAULT, default_drafter, default_target,
 from launch.models.hub import resolve
 from launch.settings.machine import require_mlx
 from launch.settings.settings import StackSettings
-from protocol.adapter import ADAPTER_FILES
 from protocol.errors import ModelError, UsageError
-from protocol.heads import describe_head
 from protocol.settings import BACKENDS, BackendName
 
 if TYPE_CHECKING:
@@ -136,6 +134,8 @@ def adapter_folder(settings: StackSettings) -> str:
         return ""
     if settings.target_ranks > 1 or settings.hosts or settings.prefill != "mlx":
         raise UsageError("--adapter-path needs the whole target under MLX: no ranks, no CoreML")
+    from protocol.adapter import ADAPTER_FILES  # noqa: PLC0415
+
     folder = Path(settings.adapter_path).expanduser().resolve()
     for file in ADAPTER_FILES:
         if not (folder / file).is_file():
@@ -166,8 +166,10 @@ def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
         ModelError: the head is not for this target.
         UsageError: a head is requested, and the folder does not contain one.
     """
-    if backend not in {"mlx", "head"}:
+    if backend not in {"mlx", "head"} or (backend == "mlx" and folder == str(default_drafter())):
         return backend
+    from protocol.heads import describe_head  # noqa: PLC0415  # of a named model only
+
     if describe_head(Path(folder), Path(target)) is not None:
         return "head"
     if backend == "head":

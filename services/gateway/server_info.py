@@ -11,7 +11,6 @@ from starlette.routing import Route
 from protocol.messages import ModelStatus
 from services.gateway.metrics import Metrics
 from services.gateway.models import ServedModels
-from services.gateway.web import render_page
 
 
 class ServerInfo:
@@ -95,6 +94,8 @@ class ServerInfo:
 
     async def _page(self, request: Request) -> Response:
         del request
+        from services.gateway.web import render_page  # noqa: PLC0415  # read when it is visited
+
         return render_page()
 
     async def _recent(self, request: Request) -> Response:
