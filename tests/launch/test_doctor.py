@@ -21,6 +21,7 @@ from launch.models.weights import weights_of
 from launch.settings.settings import StackSettings
 from protocol.errors import ModelError
 from protocol.jobs.hardware import HardwareReport
+from protocol.jobs.kernel_report import KernelReport
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import devices
 from services.mlx.loader import load
@@ -183,7 +184,10 @@ def test_slow_kernels_and_shared_devices_are_noted(
     values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
     one_gpu = HardwareReport(**values | {"device": "metal", "matrix_kernels": ""})
     monkeypatch.setattr(doctor, "ask_hardware", lambda: one_gpu)
+    report = KernelReport(note="nothing was measured")
+    monkeypatch.setattr(doctor, "ask_kernel_report", lambda *_: report)
     found = examined(model=tiny, draft_model=tiny)
+    assert (found["GPU kernels"].level, found["GPU kernels"].text) == ("note", report.note)
     assert (found["healthy"], found["stack"].level) == (True, "note")
     assert "take turns" in found["stack"].text
 

@@ -280,12 +280,14 @@ def test_only_the_overlap(run_dir: Path, pair: list[str]) -> None:
     assert "tok/s" not in done.stdout.decode()
 
 
+@pytest.mark.processes
 def test_a_temperature_that_is_none() -> None:
     """Refused before anything starts."""
     complains(ssd("bench", "--temps", "0,warm"), USAGE, "warm")
     complains(ssd("bench", "--temps", "0,-1"), USAGE, "temperature must be at least 0")
 
 
+@pytest.mark.processes
 def test_prompts_that_are_none(tmp_path: Path) -> None:
     """The file, the line, and what is wrong with it, in our words."""
     complains(ssd("bench", "--prompts", "/nofile"), USAGE, "'/nofile': No such file or directory")

@@ -24,6 +24,7 @@ def test_mlx_lm_drafts_with_mlx_models_only(backend: str) -> None:
     assert set(NAMES) - set(default_modes(backend).split(",")) == {"mlx-lm-draft"}
 
 
+@pytest.mark.processes
 def test_the_bench_refuses_it_before_anything_starts() -> None:
     """A converted drafter named on the command line."""
     folders = (

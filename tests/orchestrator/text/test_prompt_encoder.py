@@ -194,6 +194,7 @@ def test_a_prompt_that_is_too_long_is_refused_unseen(make: Make) -> None:
         make().encode((b"c", 1), Generate(request=1, text="a" * 100_001))
 
 
+@pytest.mark.processes
 def test_a_template_that_takes_too_long_is_ended(make: Make, folder: Path) -> None:
     """Its request is refused with the limit; the next one gets a new worker."""
     encoder = make(PromptLimits(max_bytes=0, timeout_s=5.0, memory_bytes=0))
@@ -216,6 +217,7 @@ def test_a_template_that_takes_too_much_memory_is_refused(make: Make, folder: Pa
     assert wait(encoder)[2] == expected(folder, LONG)
 
 
+@pytest.mark.processes
 def test_a_template_that_hangs_on_a_short_prompt_hangs_elsewhere(make: Make, folder: Path) -> None:
     """This process gives up soon, the worker at its deadline; from then on it renders them all."""
     encoder = make(PromptLimits(max_bytes=0, timeout_s=5.0, memory_bytes=0))
@@ -265,6 +267,7 @@ def test_a_grammar_is_checked_before_its_request_is_admitted(make: Make, folder:
         encoder.encode((b"c", 5), grammatical(5, bad, text="the fox"))
 
 
+@pytest.mark.processes
 def test_grammars_do_not_keep_prompts_waiting(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
