@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,7 @@ def tokenizer() -> TargetTokenizer:
     return TargetTokenizer(Path(pair_of(StackSettings(draft_backend="ngram")).model))
 
 
-@pytest.mark.parametrize("law", SAMPLINGS)
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("law", "prompt"), list(zip(SAMPLINGS, cycle(PROMPTS), strict=False)))
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_tokens_are_those_of_plain_decoding(
     stack: RunningStack, mode: Mode, prompt: str, law: str
