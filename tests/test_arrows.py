@@ -179,7 +179,6 @@ ASKED_FOR = {
     "services.sampling.candidates": {"protocol.decoding.rejection"},
     "services.verifier.acceptance": {"protocol.decoding.rejection"},
     "services.verifier.main": {"services.coreml", "services.verifier.prefix_cache_file"},
-    "services.verifier.verifier": {"services.engine.external_prefill"},
     "services.drafter.main": {"services.drafter.relay", "services.drafter.backends.line_client"},
     "services.drafter.backends.factory": {
         "services.coreml",

@@ -39,7 +39,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_models import MODELS, build
 
 from protocol.decoding.token_tree import read_tree
-from services.engine.forward import Batcher
+from services.engine.runner import ModelRunner
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.slots import round_to_bucket
@@ -137,11 +137,11 @@ def run_round(model: Any, state: SequenceState, length: int, keep: int) -> None:
 
 def run_ahead(model: Any, state: SequenceState) -> Callable[[], None]:
     """A turn of plain decoding as the verifier runs it where passes begin ahead."""
-    batcher, choice = Batcher(model, 0), mx.ones((1,), mx.int32)
+    runner, choice = ModelRunner(model), mx.ones((1,), mx.int32)
 
     def turn() -> None:
         nonlocal choice
-        [step] = batcher.follow(choice, [state], [0])
+        [step] = runner.run_ahead(choice, [state], [0])
         if not step.fill(read_tree([int(choice.item())], [])):
             raise RuntimeError("a pass was over another token")
         state.commit(state.length)

@@ -192,7 +192,7 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
     """Write a prompt's rows into the cache of a model like the target, in chunks."""
     import mlx.core as mx  # noqa: PLC0415
 
-    from services.engine.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
+    from services.coreml.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
     from services.kv.rewinding import find_rewinding  # noqa: PLC0415
     from services.mlx.loader import compute_unit, load  # noqa: PLC0415
 
@@ -226,8 +226,8 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
 
 def _prefill(settings: ProbeSettings) -> ProbeResult:
     """Time prompts of rising length by the MLX target, and by its package into its cache."""
+    from services.coreml.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
-    from services.engine.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.kv.rewinding import find_rewinding  # noqa: PLC0415
     from services.mlx.loader import load  # noqa: PLC0415
 

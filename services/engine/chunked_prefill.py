@@ -1,21 +1,22 @@
 """Chunked prefill of the target's KV; short prompts share a pass.
 
 A pass over few tokens costs nearly as much as one over many, so the short prompts of several new
-requests are computed together, and a long one lets them go first (`prefill_order`). A prompt that
+requests are computed together, and a long one lets them go first (`PrefillOrder`). A prompt that
 starts like one in progress waits for that one, and forks its KV.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
-from services.engine.forward import Batcher
 from services.engine.pass_memory import PassMemory
-from services.engine.prefill_order import PrefillOrder
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.state import SequenceState
@@ -38,6 +39,68 @@ LEAST_CHUNK = 16
 _STEPS_ALONE = 4
 """Steps per chunk on CUDA when nothing else waits: between two chunks the GPU waits for the host.
 """
+_TOKENS_PER_S = 500.0
+"""Default speed of a model that has not been measured; only the order depends on it."""
+_AGEING = 0.25
+"""Seconds of work that a second of waiting counts for.
+
+It is less than 1, so that of two equal prompts the one in progress is finished first.
+"""
+
+
+@dataclass
+class _Waiting:
+    tokens: int
+    """Still to be computed."""
+    since: float
+    served_s: float = 0.0
+
+
+class PrefillOrder:
+    """Order of the prompts in progress: the shortest remaining one first, with ageing.
+
+    It is decided again before every chunk, so that a short prompt does not wait for a long one. A
+    prompt that has waited four times as long as it still needs goes before any other: none waits
+    for ever. Times are in seconds of a monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Waiting] = {}
+        self._tokens_per_s = _TOKENS_PER_S
+
+    def add(self, number: int, tokens: int, now: float) -> None:
+        """Add a sequence with `tokens` tokens to compute."""
+        self._waiting[number] = _Waiting(tokens, now)
+
+    def remove(self, number: int) -> None:
+        """Remove a finished or cancelled sequence."""
+        self._waiting.pop(number, None)
+
+    def on_chunk(self, number: int, tokens: int, seconds: float) -> None:
+        """Record a computed chunk of `tokens` tokens and the duration of its pass."""
+        one = self._waiting[number]
+        one.tokens -= tokens
+        one.served_s += seconds
+        if tokens and seconds > 0.0:
+            self._tokens_per_s = tokens / seconds
+
+    def may_go(self, number: int, room: int, now: float) -> bool:
+        """Return True if it may use part of the next pass, which takes `room` tokens.
+
+        Sequences before it in the order come first; the room they leave is for others.
+        """
+        for other in sorted(self._waiting, key=lambda one: self._key(one, now)):
+            if other == number:
+                return True
+            room -= self._waiting[other].tokens
+            if room <= 0:
+                return False
+        return True
+
+    def _key(self, number: int, now: float) -> tuple[float, int]:
+        one = self._waiting[number]
+        waited_s = max(0.0, now - one.since - one.served_s)
+        return one.tokens / self._tokens_per_s - _AGEING * waited_s, number
 
 
 class Prompted(Protocol):
@@ -120,7 +183,7 @@ class ChunkedPrefill:
         end_ids: tokens that end a message of a chat.
         reader: keeps the states that a drafter reads from the model.
         memory: shortens chunks that do not fit, or refuses them.
-        one_graph: see `Batcher`.
+        one_graph: see `ModelRunner`.
     """
 
     def __init__(
@@ -141,46 +204,41 @@ class ChunkedPrefill:
         self._reader = reader
         self._memory = memory
         read = reader.take if reader is not None else None
-        self._batcher = Batcher(model, 0, read=read, memory=memory)
-        self._batcher.fills = True
-        self._batcher.one_graph = one_graph
+        self._runner = ModelRunner(model, read=read, memory=memory)
+        self._runner.fills, self._runner.one_graph = True, one_graph
+        self._queue = PassQueue(self._runner)
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
         self._least_turn = self._grid // _TURNS
         self._order = PrefillOrder()
-        self._wanted: dict[int, Tokens] = {}
+        self.prompts: dict[int, Tokens] = {}
         """Sequence -> its prompt in progress."""
 
     def share(self, table: SlotTable | None, *, prompts: bool) -> None:
         """Compute several prompts in a pass from now on, if `prompts`, and in a slot table."""
-        self._batcher.table, self._shares = table, prompts
-
-    @property
-    def prompts_in_work(self) -> int:
-        """Number of prompts in progress."""
-        return len(self._wanted)
+        self._runner.table, self._shares = table, prompts
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the next step takes at most, as measured; 0 without a prompt in work."""
-        return self._chunk_sizer.expected_s if self._wanted else 0.0
+        """Seconds that the next chunk takes at most, as measured; 0 if nothing was measured."""
+        return self._chunk_sizer.expected_s
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Return True if a prompt in progress covers half of `tokens` beyond the first `held`."""
         common = max(
-            (common_prefix_length(tokens, other) for other in self._wanted.values()), default=0
+            (common_prefix_length(tokens, other) for other in self.prompts.values()), default=0
         )
         return common - held >= max(_WORTH, (len(tokens) - held) / 2)
 
     @contextlib.contextmanager
     def register(self, number: int, tokens: Tokens) -> Iterator[None]:
         """Register this prompt while it is in progress, so that others can wait for its KV."""
-        self._wanted[number] = tokens
+        self.prompts[number] = tokens
         try:
             yield
         finally:
-            del self._wanted[number]
+            del self.prompts[number]
             self._order.remove(number)
 
     def fill(
@@ -197,17 +255,17 @@ class ChunkedPrefill:
         state = sequence.state
         self._order.add(number, len(tokens) - state.length, time.perf_counter())
         while state.length < len(tokens):
-            size = self._size(state, tokens, alone=alone() and self.prompts_in_work < 2)
+            size = self._size(state, tokens, alone=alone() and len(self.prompts) < 2)
             if not self._order.may_go(number, size, time.perf_counter()):
                 yield  # let another prompt run
                 continue
             chunk = tokens[state.length : state.length + size]
-            handle = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
+            handle = self._queue.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
             try:
                 yield
-                self._batcher.most_rows = size if self._shares else 0
+                self._queue.most_rows = size if self._shares else 0
                 began, own = time.perf_counter(), handle.logits is None
-                self._batcher.result(handle)
+                self._queue.result(handle)
                 state.commit(state.length)
                 # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()

@@ -114,9 +114,9 @@ class SubmittedPass(PassHandle):
     new: Tokens
     begin: Callable[[], Tokens]
     """Begins the pass on the state, right before it runs; returns the tokens fed before these."""
-    inputs: Callable[[], mx.array] | None
+    inputs: Callable[[], mx.array] | None = None
     """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
-    queue: list["SubmittedPass"]
+    queue: list["SubmittedPass"] = field(default_factory=list)
     """Those that wait."""
     error: Exception | None = None
 
@@ -124,6 +124,13 @@ class SubmittedPass(PassHandle):
     def is_computed(self) -> bool:
         """True if its pass has run or failed."""
         return self.logits is not None or self.error is not None
+
+    def result(self) -> mx.array:
+        """Return the logits, or raise the error of the pass, which has run."""
+        if self.error is not None:
+            raise self.error
+        logits: mx.array = self.logits
+        return logits
 
     def cancel(self) -> None:
         """Leave the queue."""

@@ -42,7 +42,7 @@ def run(settings: VerifierSettings) -> None:
         step, prelaunches = settings.prefill_step_size, settings.prelaunches
         verifier = Verifier(model, step, prompts, target, prelaunches=prelaunches)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
-        _attach_coreml_prefill(verifier, settings, model.folder)
+        _attach_coreml_prefill(verifier, settings, model)
         identity = _identify(settings, opened, verifier)
         stages = VerifierStages(verifier, identity, settings.metal_kernels)
         whole = opened.target is None
@@ -92,13 +92,20 @@ def _keep_prefixes(
     return persist_prefixes(Path(settings.prompt_cache_file), prompts, verifier, model, how)
 
 
-def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:
+def _attach_coreml_prefill(
+    verifier: "Verifier", settings: VerifierSettings, model: "LoadedModel"
+) -> None:
+    """Let another device compute prompts: where it is faster, or all that it takes."""
     if settings.prefill == "mlx":
         return
+    from services.coreml.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
 
-    other = open_prefill(Path(settings.prefill_model), settings.compute_units, target)
-    verifier.use_external_prefill(other, whenever_it_fits=settings.prefill == "coreml-always")
+    other = open_prefill(Path(settings.prefill_model), settings.compute_units, model.folder)
+    if verifier.target.states.way in ("slots", "windows"):
+        always, make_state = settings.prefill == "coreml-always", verifier.new_state
+        external = ExternalPrefill(model.module, make_state, other, whenever_it_fits=always)
+        verifier.fill_elsewhere = external.fill
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
+import mlx.core as mx
 from msgspec.structs import replace
 
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
-from services.engine.pass_handle import PassHandle, PassTiming, SubmittedPass
+from services.engine.pass_handle import PassHandle, SubmittedPass
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog
@@ -22,11 +24,6 @@ _MOST_WAITS = 4.0
 """Cap on that time, in longest waits: one long gap, for a prompt or a draft, is soon forgotten."""
 _SMOOTHING = 0.3
 _FORGIVING = 0.75
-_LONGEST_WAIT = 0.3
-"""Longest wait for the other sequences of the last pass, as a share of its time.
-
-Two passes in place of one cost far more.
-"""
 
 
 @dataclass
@@ -81,13 +78,6 @@ class TargetSequence:
         self.rule.check(message, tree)
         return tree
 
-    def claim(self, tree: TokenTree) -> PassHandle | None:
-        """Return the pass started ahead, if it is over this tree."""
-        if self.passes and self.passes[0].fill(tree):
-            return self.passes[0]
-        self.passes.clear()  # those behind it were built on it
-        return None
-
     def choose(self, message: Verify, tree: TokenTree) -> None:
         """Begin the choice of tokens after the current pass, unless the next one began it."""
         head = self.passes[0]
@@ -96,15 +86,33 @@ class TargetSequence:
         if head.choice is None:
             head.choice = self.rule.begin(head.logits, message, tree)
 
+    def choose_lazily(self) -> mx.array:
+        """Begin the choice of the token after the current pass, which `goes_on`; lazy."""
+        head, request = self.passes[0], self.request
+        if request is None:
+            raise ValueError("no token is granted")
+        tree = read_tree(request.nodes, [])
+        choice: Any = self.rule.begin(head.logits, request, tree)
+        head.choice = choice
+        lazy: mx.array = choice
+        return lazy
+
+    @property
+    def goes_on(self) -> bool:
+        """True if its pass is over one token, and another one follows, chosen on the device."""
+        request = self.request
+        granted = request is not None and request.granted > 0 and len(request.nodes) == 1
+        return granted and self.rule.is_on_device
+
+    @property
+    def is_likeliest(self) -> bool:
+        """True if its tokens are the argmax of the unprocessed logits."""
+        return self.rule.is_likeliest
+
     def extend(self, message: Extend) -> None:
         """Grant more tokens in advance, if that run is still in progress."""
         if self.request is not None and self.granted_in == message.round:
             self.request = replace(self.request, granted=self.request.granted + message.granted)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if it has submitted a pass that has not run."""
-        return bool(self.passes) and self.passes[0].logits is None
 
     @property
     def comes_unasked(self) -> bool:
@@ -135,15 +143,6 @@ class TargetSequence:
             handle.cancel()
         self.passes.clear()
 
-    def begin(self, tree: TokenTree | None) -> Tokens:
-        """Begin a pass over these new tokens, if any; return those to be fed before them."""
-        owed = self.tokens[len(self.tokens) - self.state.owed :]
-        if tree is None:
-            self.state.append(0)
-        else:
-            self.state.append_tree(tree)
-        return owed
-
     def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
         """End the current pass, over a tree, committing these rows."""
         tokens = [tree.tokens[row] for row in rows]
@@ -153,11 +152,6 @@ class TargetSequence:
             self.state.commit_rows(rows)
         self.tokens += tokens
         self.passes.popleft()
-
-    def discard(self) -> None:
-        """Drop the current pass, and those behind it."""
-        self.passes.clear()
-        self.state.commit(len(self.tokens))
 
     def forget_features(self) -> None:
         """Drop the features of running passes, which another drafter requested."""
@@ -191,14 +185,6 @@ class TargetSequence:
         if self.passes or not self.answered_at or self.gap_s > longest_s:
             return 0.0
         return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)
-
-
-def find_longest_wait(last: PassTiming) -> float:
-    """Return the longest worthwhile wait, in seconds, for the sequences of the last pass.
-
-    It is 0 until that pass has ended.
-    """
-    return _LONGEST_WAIT * max(0.0, last.ended - last.started)
 
 
 def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 from protocol.settings import MetalKernels
+from services.engine.prelaunch import open_prelauncher
 from services.kernels.metal.choice import use_kernels
 from services.mlx.loader import compute_unit
 from services.runtime.loop import Identity
 from services.runtime.preparation import Stage, Steps, tokenizer_stage
 from services.runtime.warmup import warm_verifier
 from services.verifier.pass_times import measure_passes
-from services.verifier.prelaunch import open_prelauncher
 from services.verifier.target_model import Improvement, list_improvements
 from services.verifier.verifier import Verifier
 
@@ -62,12 +62,14 @@ class VerifierStages:
 
     def _try_prelaunching(self) -> Steps[None]:
         verifier = self._verifier
-        steps = open_prelauncher(verifier.target, verifier.features.send)
-        verifier.prelauncher = yield from verifier.features.ignore(steps)
+        target, features = verifier.target, verifier.features
+        steps = open_prelauncher(target.verify, target.traced, target.states.make(), features.send)
+        verifier.scheduler.prelauncher = yield from features.ignore(steps)
 
     def _time_passes(self) -> Steps[None]:
         # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
         idle = compute_unit() != "cpu"
         times = yield from measure_passes(self._verifier, drafter_idle=idle)
         self._identity.pass_times = times
-        self._verifier.prelauncher.expect_passes(times)
+        if self._verifier.scheduler.prelauncher is not None:
+            self._verifier.scheduler.prelauncher.expect_passes(times)

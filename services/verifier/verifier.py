@@ -5,9 +5,7 @@ Trees of several sequences that wait at the same time share a pass (`engine`).
 
 import contextlib
 import time
-from collections.abc import Generator
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator
 
 from msgspec.structs import replace
 
@@ -27,9 +25,9 @@ from protocol.messages import (
     Verify,
 )
 from services.engine.chunked_prefill import ChunkedPrefill
-from services.engine.forward import Batcher, most_rows
-from services.engine.pass_handle import Ids, PassHandle, PassTiming
 from services.engine.pass_memory import PassMemory
+from services.engine.runner import ModelRunner, most_rows
+from services.engine.scheduler import Scheduler
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
@@ -39,16 +37,13 @@ from services.runtime.inbox import Work
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
-from services.verifier.pass_ahead import PassAhead
-from services.verifier.prelaunch import Prelauncher
-from services.verifier.sequence import TargetSequence, find_longest_wait
+from services.verifier.sequence import TargetSequence
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
 
-if TYPE_CHECKING:
-    from services.engine.external_prefill import ExternalPrefill, PrefillSource
-
 MAX_DRAFT_TOKENS = 64
+ExternalFill = Callable[[SequenceState, Tokens, Tokens], Generator[None]]
+"""Fills an empty state with a prompt, the third, and appends its tokens to the second."""
 
 _PROGRESS_S = 0.5
 """Interval of progress reports for a long prompt."""
@@ -70,14 +65,15 @@ class Verifier:
         self.target = target if target is not None else prepare(model.module)
         self._states = self.target.states
         self._prompts = prompts if prompts is not None else PrefixCache()
-        self._external: ExternalPrefill | None = None
+        self.fill_elsewhere: ExternalFill | None = None
+        """Lets another device compute a prompt where that is faster: `ExternalPrefill.fill`."""
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         whole = self.target.verify is self._model
         self.features = FeatureSource(self._model, self.target.trial)
         self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
         self._memory, memory = self._reckon(logits=False), self._reckon(logits=True)
-        self._batcher = Batcher(self.target.verify, 0, None, self.features.take, memory)
-        self._batcher.one_graph = prelaunches
+        runner = ModelRunner(self.target.verify, None, self.features.take, memory)
+        runner.one_graph = prelaunches
         self._chunked_prefill = ChunkedPrefill(
             self.target.prefill,
             prefill_step_size,
@@ -87,18 +83,17 @@ class Verifier:
             memory=self._memory,
             one_graph=prelaunches,
         )
+        self.scheduler = Scheduler(runner, self._sequences, self._chunked_prefill.prompts)
+        self.scheduler.pipelines = self.target.pipelines
         self.use(self.target)
-        self._pass_ahead = PassAhead(self._batcher)
-        self.prelauncher = Prelauncher()
-        self._last_pass, self._idle_since = PassTiming(), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
-        self.pipelines, self.spare_cores = self.target.pipelines, SpareCores()
+        self.spare_cores = SpareCores()
 
     def use(self, target: TargetModel) -> None:
         """Compute with these abilities and traces from the next pass on; no sequence is open."""
-        self.target, batcher = target, self._batcher
-        batcher.most_rows = most_rows() if target.shares_passes else 0
-        batcher.traced, batcher.table = target.traced, target.table
+        self.target, scheduler = target, self.scheduler
+        scheduler.queue.most_rows = most_rows() if target.shares_passes else 0
+        scheduler.runner.traced, scheduler.runner.table = target.traced, target.table
         self._chunked_prefill.share(target.table, prompts=target.shares_prompts)
 
     def _reckon(self, *, logits: bool) -> PassMemory | None:
@@ -106,15 +101,6 @@ class Verifier:
         if self.target.verify is not self._model:
             return None
         return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
-
-    def use_external_prefill(self, other: "PrefillSource", *, whenever_it_fits: bool) -> None:
-        """Let another device compute prompts: where it is faster, or all that it takes."""
-        from services.engine.external_prefill import ExternalPrefill  # noqa: PLC0415
-
-        if self._states.way in ("slots", "windows"):
-            self._external = ExternalPrefill(
-                self._model, self._states.make, other, whenever_it_fits=whenever_it_fits
-            )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -140,7 +126,7 @@ class Verifier:
 
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `work_queue.Service`)."""
-        self.prelauncher.on_message(message)
+        self.scheduler.on_message(message)
         if message.sequence != TRIAL_SEQUENCE:
             self._sequences.pop(TRIAL_SEQUENCE, None)
         match message:
@@ -163,12 +149,7 @@ class Verifier:
 
     def linger_s(self, message: Work) -> float:
         """Return a short wait for the other sequences of the last pass, which are expected soon."""
-        own = self._sequences.get(message.sequence)
-        if own is None or not own.is_waiting:
-            return 0.0
-        longest = find_longest_wait(self._last_pass)
-        until = [other.wait_until(longest) for other in self._sequences.values()]
-        return max(0.0, max(until, default=0.0) - time.perf_counter())
+        return self.scheduler.linger_s(message.sequence)
 
     def _retire(self, number: int) -> None:
         """Drop a sequence, but for the prefix that others may fork."""
@@ -183,7 +164,7 @@ class Verifier:
     def retire_all(self) -> None:
         """Drop all sequences, even in the middle of a pass: their committed tokens are kept."""
         self._revoked.clear()
-        self.prelauncher.call_off()
+        self.scheduler.call_off()
         for number in list(self._sequences):
             self._retire(number)
 
@@ -213,7 +194,7 @@ class Verifier:
 
     def expect_s(self) -> float:
         """Return how long the next chunk of a prompt takes; 0 if no prompt is in work."""
-        return self._chunked_prefill.expected_s
+        return self._chunked_prefill.expected_s if self._chunked_prefill.prompts else 0.0
 
     def _fork(self, tokens: Tokens) -> SequenceState:
         """Fork the state with the longest resumable prefix of these tokens."""
@@ -262,13 +243,13 @@ class Verifier:
         """Compute these tokens in pieces, reporting progress from time to time."""
         cached = reported = sequence.length
         reported_at = time.perf_counter()
-        if self._external is not None:
-            yield from self._external.fill(sequence.state, sequence.tokens, tokens)
+        if self.fill_elsewhere is not None:
+            yield from self.fill_elsewhere(sequence.state, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(number, sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
             self.spare_cores.begin_pass(drafter_idle=True)
             for _ in pieces:
-                now = self._idle_since = time.perf_counter()
+                now = self.scheduler.idle_since = time.perf_counter()
                 is_due = now - reported_at >= _PROGRESS_S
                 if is_due and reported < sequence.length < len(tokens):
                     reported, reported_at = sequence.length, now
@@ -278,8 +259,9 @@ class Verifier:
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, tree = self._validate(message)
-        last = self._last_pass
-        sequence.on_verify(time.perf_counter(), last.started, find_longest_wait(last))
+        scheduler = self.scheduler
+        busy_since, longest_s = scheduler.last_pass.started, scheduler.longest_wait_s
+        sequence.on_verify(time.perf_counter(), busy_since, longest_s)
         sequence.begin_run(message)
         try:
             while sequence.request is not None:
@@ -301,9 +283,9 @@ class Verifier:
         drafter_idle = all(one.drafter_idle for one in self._sequences.values())
         self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
-            handle, tokens = yield from self._run(sequence, message, tree)
+            handle, tokens = yield from self.scheduler.run(sequence, message, tree)
             judged = sequence.rule.accept(handle.logits, message, tree, tokens)
-            self.prelauncher.on_judged(tree, judged.rows)
+            self.scheduler.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
             rows = handle.read_features(judged.rows)
             read = self.features.log(sequence, message.position, rows)
@@ -311,84 +293,12 @@ class Verifier:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state is no longer usable
             raise
-        self._record_pass(handle.timing)
-        sequence.answered_at = self._idle_since
+        self.scheduler.record(handle.timing)
+        sequence.answered_at = self.scheduler.idle_since
         if read is not None:
             yield self.features.message(message.sequence, message.position, read)
         node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
         return describe_outcome(message, judged, handle.timing, node)
-
-    def _run(
-        self, sequence: TargetSequence, message: Verify, tree: TokenTree
-    ) -> Generator[None, None, tuple[PassHandle, Ids | None]]:
-        """Return the pass over a tree and its chosen tokens, None if the host chooses.
-
-        The next pass may be running by then.
-        """
-        while True:
-            handle = yield from self._start(sequence, tree)
-            sequence.choose(message, tree)
-            if len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work:
-                self.prelauncher.launch(handle, message, tree)
-            if self.pipelines and not message.drafter_idle:
-                handle.launch()
-            if handle.choice is None:
-                return handle, None
-            if (tokens := self.prelauncher.settle(handle)) is not None:
-                return handle, tokens
-            sequence.discard()
-
-    def _start(
-        self, sequence: TargetSequence, tree: TokenTree
-    ) -> Generator[None, None, PassHandle]:
-        """Start the pass over a tree, or claim one that has been started; the KV holds the tree."""
-        if (ahead := sequence.claim(tree)) is not None:
-            handle = ahead
-            if handle.timing is not self._last_pass:  # running ever since: the device was not idle
-                handle.timing.started = self._idle_since
-        elif (late := self.prelauncher.claim(sequence.state, tree)) is not None:
-            handle = late
-            sequence.passes.append(handle)
-        else:
-            handle = yield from self._submit(sequence, tree)
-        if self.pipelines:  # the device would idle until its tokens have been read
-            self._pass_ahead.start(handle.timing, self._sequences.values())
-        return handle
-
-    def _submit(
-        self, sequence: TargetSequence, tree: TokenTree
-    ) -> Generator[None, None, PassHandle]:
-        """Run a pass over a tree, with those that others submit meanwhile."""
-        if sequence.state.owed > sequence.state.most_owed:
-            self._feed_owed(sequence)
-        handle = self._batcher.submit(tree.tokens, sequence.state, partial(sequence.begin, tree))
-        sequence.passes.append(handle)
-        if len(self._sequences) > 1:
-            yield None  # others may join
-        while not handle.is_computed and self._is_somebody_coming():
-            yield None
-        self._batcher.result(handle)
-        return handle
-
-    def _is_somebody_coming(self) -> bool:
-        """Return True if another sequence will soon request a pass without a message."""
-        return any(one.comes_unasked for one in self._sequences.values())
-
-    def _feed_owed(self, sequence: TargetSequence) -> None:
-        """Run a pass over the owed tokens alone."""
-        self._batcher.result(
-            self._batcher.submit([], sequence.state, partial(sequence.begin, None))
-        )
-        sequence.state.commit(len(sequence.tokens))
-
-    def _record_pass(self, timing: PassTiming) -> None:
-        """Record the times of a pass, which end with its first outcome."""
-        now = time.perf_counter()
-        if timing is not self._last_pass:
-            timing.waited, timing.ended = timing.started - self._idle_since, now
-            self._last_pass = timing
-        # The next line may lose the core to a process that waited for the outcome.
-        self._idle_since = now
 
     def _validate(self, message: Verify) -> tuple[TargetSequence, TokenTree]:
         """Return the sequence and the tree to be verified, or raise ProtocolError."""

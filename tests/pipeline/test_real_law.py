@@ -50,9 +50,9 @@ class Rewinding(Verifier):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.rows: dict[tuple[int, ...], mx.array] = {}
-        self._computed = self._batcher.result
-        batcher: Any = self._batcher
-        batcher.result = self._remembered
+        queue: Any = self.scheduler.queue
+        self._computed = queue.result
+        queue.result = self._remembered
 
     def _remembered(self, handle: SubmittedPass) -> mx.array:
         key = tuple(handle.new)

@@ -45,9 +45,9 @@ from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.engine.chunked_prefill import LEAST_CHUNK, ChunkSizer
-from services.engine.forward import Batcher
 from services.engine.packing import enable_packing
 from services.engine.pass_memory import PassMemory
+from services.engine.runner import ModelRunner
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cuda.attention import fit_chunk
 from services.kernels.cuda.blocks import equip_for_cuda
@@ -94,7 +94,7 @@ class MlxBackend:
         enable_packing(self._model)  # its attention by our kernels
         kv = measure_kv(self._model, self._new_store)
         self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
-        self._batcher = Batcher(self._model, 0, memory=self._memory)
+        self._runner = ModelRunner(self._model, memory=self._memory)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
@@ -119,7 +119,7 @@ class MlxBackend:
     def trace(self) -> Steps[None]:
         """Trace passes of common shapes; see `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
-            self._batcher.traced = yield from self.ahead.trace(store)
+            self._runner.traced = yield from self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
         """Optimise the model for this device: rotations, weights, joint products."""
@@ -314,8 +314,7 @@ class MlxBackend:
             place()
             return []
 
-        handle = self._batcher.submit(tokens, trunk.store, begin, self._inputs(trunk))
-        return self._batcher.result(handle)
+        return self._runner.compute(tokens, trunk.store, begin, self._inputs(trunk))
 
     def _inputs(self, trunk: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
         """Return the model's inputs besides tokens: see `SubmittedPass`."""

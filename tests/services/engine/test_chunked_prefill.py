@@ -82,7 +82,7 @@ def test_a_prompt_may_be_computed_a_few_layers_at_a_time(
     tokens, states = tuple(range(5, 45)), list[KVStore]()
     for in_pieces in (False, True):
         verifier = tiny_verifier("llama")
-        verifier._chunked_prefill._batcher.one_graph = in_pieces
+        verifier._chunked_prefill._runner.one_graph = in_pieces
         if in_pieces:
             monkeypatch.setattr(launching, "_FEW_LAYERS", layers)
             record("async_eval")
@@ -114,7 +114,7 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
         rows.append(tokens.shape[1])
         return inner(tokens, cache=cache)
 
-    verifier._chunked_prefill._batcher._model = counted
+    verifier._chunked_prefill._runner.model = counted
     queue, answers = WorkQueue(verifier), list[Prefilled]()
     for message in messages:
         queue.add(message)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.engine import forward_trial
-from services.engine.forward import Batcher
 from services.engine.forward_trial import trace_if_faster
+from services.engine.runner import ModelRunner
 from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx import selftest
@@ -152,15 +152,14 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     traced = run_all(trace_if_faster(model, stores_of(model)))
     assert traced is not None
-    batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
+    replaying, plain = ModelRunner(model, traced), ModelRunner(model)
     found, replays = [], list[int]()
     trace = traced._trace
     monkeypatch.setattr(trace, "_replay", _counting(trace._replay, replays), raising=True)
-    for one in (batcher, plain):
+    for one in (replaying, plain):
         store = prefill(model, 6)
-        asked = one.submit([3], store, partial(_append, store))
-        first = one.result(asked)
-        [after] = one.follow(mx.array([4]), [store], [0])
+        first = one.compute([3], store, partial(_append, store))
+        [after] = one.run_ahead(mx.array([4]), [store], [0])
         found.append(np.array(mx.concatenate([first, after.logits])))
     assert len(replays) == (2 if ahead else 1)
     np.testing.assert_allclose(*found, atol=1e-4)

@@ -11,8 +11,9 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.engine import traced_forward
-from services.engine.forward import Batcher
 from services.engine.packing import enable_packing, find_table
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import PassQueue
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda import kv_rows
@@ -105,16 +106,16 @@ def test_of_a_tree_a_path_stands(model: Any) -> None:
 
 
 def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
-    batcher = Batcher(model, 512)
-    batcher.table = table = run_all(find_table(model, stores_of(model), attend_gathered))
+    queue = PassQueue(ModelRunner(model), 512)
+    queue.runner.table = table = run_all(find_table(model, stores_of(model), attend_gathered))
     assert table is not None
     lines = [Line(model, [3, 1, 4]), Line(model, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     table._traced = Trace(model, attend=attend_gathered)
     trace_eagerly(table._traced)
     before = [layer.keys for layer in table._layers]
     for keep in (2, 1):
-        shared_pass(batcher, lines, [[8, 9, 7], [2, 11]], keep)
+        shared_pass(queue, lines, [[8, 9, 7], [2, 11]], keep)
         assert table.milestones is table._written
         assert len(table._written) == len(table._layers)
     assert all(layer.keys is own for layer, own in zip(table._layers, before, strict=True))

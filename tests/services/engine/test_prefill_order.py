@@ -1,6 +1,6 @@
 """Whose prompt is computed next: short ones first, and nobody starves."""
 
-from services.engine.prefill_order import PrefillOrder
+from services.engine.chunked_prefill import PrefillOrder
 
 
 def order(**tokens: int) -> PrefillOrder:

@@ -14,8 +14,9 @@ import pytest
 
 from protocol.process.free_memory import FreeMemory
 from services.engine import slot_table
-from services.engine.forward import Batcher
 from services.engine.packing import enable_packing, find_table
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
 from services.engine.trace import Trace
 from services.kv.cache import KVStore
@@ -46,12 +47,12 @@ def model_of(family: str) -> Any:
     return module
 
 
-def table_of(module: Any) -> Batcher:
-    batcher = Batcher(module, 64)
-    batcher.table = SlotTable(attend_gathered)
+def table_of(module: Any) -> PassQueue:
+    queue = PassQueue(ModelRunner(module), 64)
+    queue.runner.table = SlotTable(attend_gathered)
     if Tables.are_traced:
-        batcher.table._traced = Trace(module, attend=attend_gathered)
-    return batcher
+        queue.runner.table._traced = Trace(module, attend=attend_gathered)
+    return queue
 
 
 class Line:
@@ -68,47 +69,47 @@ class Line:
         self.expected: Any = None
         self.request: Any = None
 
-    def submit(self, batcher: Batcher, tokens: list[int]) -> None:
+    def submit(self, queue: PassQueue, tokens: list[int]) -> None:
         def begin() -> list[int]:
             self.state.append(len(tokens))
             return []
 
-        self.request = batcher.submit(tokens, self.state, begin)
+        self.request = queue.submit(tokens, self.state, begin)
         self.alone.append(len(tokens))
         self.expected = self._module(mx.array([tokens]), cache=self.alone.caches)[0]
 
-    def check(self, batcher: Batcher, keep: int) -> None:
+    def check(self, queue: PassQueue, keep: int) -> None:
         """The logits are right; the first `keep` tokens of the pass stand."""
-        logits = batcher.result(self.request)
+        logits = queue.result(self.request)
         np.testing.assert_allclose(np.array(logits), np.array(self.expected), atol=3e-4)
         for store in (self.state, self.alone):
             store.commit(store.span.start + keep)
 
 
-def shared_pass(batcher: Batcher, lines: list[Line], tokens: list[list[int]], keep: int) -> None:
+def shared_pass(queue: PassQueue, lines: list[Line], tokens: list[list[int]], keep: int) -> None:
     for line, own in zip(lines, tokens, strict=True):
-        line.submit(batcher, own)
+        line.submit(queue, own)
     for line, own in zip(lines, tokens, strict=True):
-        line.check(batcher, min(keep, len(own)))
+        line.check(queue, min(keep, len(own)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_gets_what_it_gets_alone(family: str) -> None:
     """Chains of different lengths after prompts of different lengths, and rejected tails."""
     module = model_of(family)
-    batcher = table_of(module)
+    queue = table_of(module)
     lines = [Line(module, [3, 1, 4]), Line(module, list(range(20, 37))), Line(module, [])]
     for keep in (1, 2, 1):
-        shared_pass(batcher, lines, [[5, 6, 7], [8], [9, 10]], keep)
+        shared_pass(queue, lines, [[5, 6, 7], [8], [9, 10]], keep)
     assert all(line.state.seat is not None for line in lines)
 
 
 def test_sequences_come_and_go() -> None:
     """Others are not copied, the seats of those that have gone are used again."""
     module = model_of("llama")
-    batcher = table_of(module)
+    queue = table_of(module)
     lines = [Line(module, [3, 1, 4, index]) for index in range(3)]
-    shared_pass(batcher, lines, [[5]] * 3, 1)
+    shared_pass(queue, lines, [[5]] * 3, 1)
     first = lines[0].state.seat
     gone = lines.pop()
     used = gone.state.seat
@@ -116,11 +117,11 @@ def test_sequences_come_and_go() -> None:
     index = used.index
     gone.state.leave_table()
     lines += [Line(module, [9, 9]), Line(module, [7, 7, 7])]
-    shared_pass(batcher, lines, [[6]] * 4, 1)
+    shared_pass(queue, lines, [[6]] * 4, 1)
     assert lines[0].state.seat is first
     assert index in {line.state.seat.index for line in lines if line.state.seat is not None}
     # What has left goes on by itself.
-    shared_pass(batcher, [gone], [[6, 7]], 2)
+    shared_pass(queue, [gone], [[6, 7]], 2)
     assert gone.state.seat is None
 
 
@@ -128,20 +129,20 @@ def test_a_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than it has seats, and longer ones than it has slots."""
     monkeypatch.setattr(slot_table, "_MOST_SEATS", 4)
     module = model_of("llama")
-    batcher = table_of(module)
+    queue = table_of(module)
     lines = [Line(module, [3, index]) for index in range(4)]
-    shared_pass(batcher, lines, [[5]] * 4, 1)
+    shared_pass(queue, lines, [[5]] * 4, 1)
     lines += [Line(module, [index % 250 for index in range(900)]), Line(module, [8, 8])]
-    shared_pass(batcher, lines, [[6, 7]] * 6, 1)
-    shared_pass(batcher, lines, [[6, 7]] * 6, 2)
+    shared_pass(queue, lines, [[6, 7]] * 6, 1)
+    shared_pass(queue, lines, [[6, 7]] * 6, 2)
 
 
 def test_a_fork_and_a_tail_have_what_was_computed_together() -> None:
     """A sequence at the table can be forked, cut and continued alone."""
     module = model_of("llama")
-    batcher = table_of(module)
+    queue = table_of(module)
     lines = [Line(module, [3, 1, 4]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5, 6, 7], [8]], 2)
+    shared_pass(queue, lines, [[5, 6, 7], [8]], 2)
     line = lines[0]
     forks = [store.fork(4) for store in (line.state, line.alone)]
     logits = []
@@ -149,7 +150,7 @@ def test_a_fork_and_a_tail_have_what_was_computed_together() -> None:
         fork.append(1)
         logits.append(np.array(module(mx.array([[9]]), cache=fork.caches)))
     np.testing.assert_allclose(logits[0], logits[1], atol=3e-4)
-    shared_pass(batcher, lines, [[6], [9]], 1)
+    shared_pass(queue, lines, [[6], [9]], 1)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -160,20 +161,20 @@ def test_rows_that_stand_are_moved_at_the_table(
     moved = Mock(side_effect=move_rows)
     monkeypatch.setattr(slot_table.kv_rows, "move", moved)
     module = model_of("llama")
-    batcher = table_of(module)
-    table = batcher.table
+    queue = table_of(module)
+    table = queue.runner.table
     assert table is not None
     lines = [Line(module, [3, 1, 4]), Line(module, [1, 5])]
     for line in lines:
-        line.submit(batcher, [5, 6, 7])
+        line.submit(queue, [5, 6, 7])
     for line in lines:
-        mx.eval(batcher.result(line.request))
+        mx.eval(queue.result(line.request))
         table._written = [mx.array(0)] if in_place else []
         for store in (line.state, line.alone):
             store.commit_rows([0, 2])
         assert line.state.seat is not None
     assert moved.call_count == (2 * len(table._layers) if in_place else 0)
-    shared_pass(batcher, lines, [[6], [9]], 1)
+    shared_pass(queue, lines, [[6], [9]], 1)
 
 
 def test_who_leaves_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +182,11 @@ def test_who_leaves_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatc
     launched: list[Any] = []
     monkeypatch.setattr(slot_table, "launch", launched.append)
     module = model_of("llama")
-    batcher = table_of(module)
-    table = batcher.table
+    queue = table_of(module)
+    table = queue.runner.table
     assert table is not None
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     table._written = written = [mx.array(0), mx.array(1)]
     lines[0].state.leave_table()
     assert launched == [written[-1]]
@@ -197,42 +198,43 @@ def test_who_leaves_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(table, "run", fail)
     for line in lines:
-        line.submit(batcher, [7])
+        line.submit(queue, [7])
     for line in lines:
-        line.check(batcher, 1)  # one by one
+        line.check(queue, 1)  # one by one
     assert table._written == []
 
 
 def test_nobody_holds_a_seat_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is dropped frees its seat, and an empty table its memory, if it is much."""
     module = model_of("llama")
-    batcher = table_of(module)
-    table = batcher.table
+    queue = table_of(module)
+    table = queue.runner.table
     assert table is not None
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     lines[0].request = lines[1].request = None
-    shared_pass(batcher, lines[1:], [[8]], 1)  # by itself, for the moment
+    shared_pass(queue, lines[1:], [[8]], 1)  # by itself, for the moment
     assert lines[1].state.seat is not None
     lines[1].request = None
     dropped = weakref.ref(lines.pop().state)
     assert dropped() is None
-    shared_pass(batcher, lines, [[7]], 1)  # alone: it takes its slots back
+    shared_pass(queue, lines, [[7]], 1)  # alone: it takes its slots back
     assert lines[0].state.seat is None
     assert table._layers != []
     monkeypatch.setattr(slot_table, "_KEPT_BYTES", 0)
-    shared_pass(batcher, lines, [[7]], 1)
+    shared_pass(queue, lines, [[7]], 1)
     assert table._layers == []
 
 
 def test_a_large_table_has_few_seats_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     module = model_of("llama")
-    batcher, small = table_of(module), table_of(module)
+    queue, small = table_of(module), table_of(module)
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     monkeypatch.setattr(slot_table, "_KEPT_BYTES", 0)
     shared_pass(small, [Line(module, [3]), Line(module, [1])], [[5], [6]], 1)
-    seats = [len(one.table._taken) for one in (batcher, small) if one.table is not None]
+    tables = [one.runner.table for one in (queue, small)]
+    seats = [len(table._taken) for table in tables if table is not None]
     assert seats == [32, 4]
 
 
@@ -241,10 +243,10 @@ def test_a_table_for_which_there_is_no_memory_does_not_begin(
 ) -> None:
     """Its sequences are computed one by one instead, in the same pass."""
     module = model_of("llama")
-    batcher = table_of(module)
+    queue = table_of(module)
     monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     assert [line.state.seat for line in lines] == [None, None]
 
 
@@ -253,12 +255,12 @@ def test_a_table_for_which_there_is_no_memory_does_not_grow(
 ) -> None:
     """Its sequences are computed one by one instead, in the same pass."""
     module = model_of("llama")
-    batcher = table_of(module)
+    queue = table_of(module)
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[5], [6]], 1)
+    shared_pass(queue, lines, [[5], [6]], 1)
     monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
     lines.append(Line(module, [index % 250 for index in range(900)]))
-    shared_pass(batcher, lines, [[7, 8]] * 3, 1)
+    shared_pass(queue, lines, [[7, 8]] * 3, 1)
     assert all(line.state.seat is None for line in lines)
 
 
@@ -268,19 +270,19 @@ def test_a_table_for_which_there_is_no_memory_does_not_grow(
 def test_passes_are_filled_up_to_a_size_that_recurs(rows: int) -> None:
     """What is computed beside a sequence's own rows changes nothing of it."""
     module = model_of("llama")
-    batcher = table_of(module)
-    batcher.most_rows = 256
+    queue = table_of(module)
+    queue.most_rows = 256
     sizes: list[int] = []
 
     def counted(tokens: Any, cache: Any) -> Any:
         sizes.append(tokens.shape[1])
         return module(tokens, cache=cache)
 
-    batcher._model = counted
+    queue.runner.model = counted
     lines = [Line(module, [3, 1, 4]), Line(module, [1, 5])]
-    shared_pass(batcher, lines, [[6] * rows, [7]], 1)
+    shared_pass(queue, lines, [[6] * rows, [7]], 1)
     assert sizes == [{2: 2, 3: 4, 4: 4, 6: 8, 65: 128, 66: 128, 201: 256}[rows + 1]]
-    shared_pass(batcher, lines, [[8], [9]], 1)
+    shared_pass(queue, lines, [[8], [9]], 1)
 
 
 @_wide
@@ -288,11 +290,11 @@ def test_prompts_are_computed_at_the_table(monkeypatch: pytest.MonkeyPatch) -> N
     """Alone and together, in pieces, and whoever decodes beside them; nothing is copied there."""
     module = model_of("llama")
     decode = table_of(module)
-    table = decode.table
+    table = decode.runner.table
     assert table is not None
     shared_pass(decode, [Line(module, [3]), Line(module, [4])], [[5], [6]], 1)  # shapes are known
-    fill = Batcher(module, 512)
-    fill.table, fill.fills = table, True
+    fill = PassQueue(ModelRunner(module), 512)
+    fill.runner.table, fill.runner.fills = table, True
     lines = [Line(module, []) for _ in range(3)]
     shared_pass(fill, lines[:1], [list(range(30))], 30)
     seats = [line.state.seat for line in lines]
@@ -309,12 +311,12 @@ def test_prompts_are_computed_at_the_table(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row reads for itself what it sees: MLX's own attention serves better."""
     module = model_of("llama")
-    batcher = table_of(module)
-    shared_pass(batcher, [Line(module, [3]), Line(module, [4])], [[5], [6]], 1)
-    batcher.fills = True
+    queue = table_of(module)
+    shared_pass(queue, [Line(module, [3]), Line(module, [4])], [[5], [6]], 1)
+    queue.runner.fills = True
     monkeypatch.setattr(slot_table, "_MOST_PROMPT_BYTES", 4096)
     lines = [Line(module, []), Line(module, [])]
-    shared_pass(batcher, lines, [list(range(50)), [1]], 2)
+    shared_pass(queue, lines, [list(range(50)), [1]], 2)
     assert [line.state.seat for line in lines] == [None, None]
 
 

@@ -11,8 +11,8 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.engine import traced_forward
 from services.engine.batch import Batch, round_to_traced
-from services.engine.forward import Batcher
 from services.engine.packing import enable_packing
+from services.engine.runner import ModelRunner
 from services.engine.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx import launching, selftest
@@ -276,13 +276,12 @@ def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPa
     assert asked == ["a", "b"] * 3
 
 
-def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
-    traced, plain = TracedForward(model), Batcher(model, 16)
+def test_the_runner_runs_single_sequences_by_it(model: Any) -> None:
+    traced, plain = TracedForward(model), ModelRunner(model)
     traced.prepare(3, 256, stores_of(model))
-    batcher, logits = Batcher(model, 16, traced), []
-    for one in (batcher, plain):
+    replaying, logits = ModelRunner(model, traced), []
+    for one in (replaying, plain):
         store = prefill(model, 6)
         store.chain(3)
-        asked = one.submit([3, 4, 5], store, list)
-        logits.append(np.array(one.result(asked)))
+        logits.append(np.array(one.compute([3, 4, 5], store, list)))
     np.testing.assert_allclose(*logits, atol=1e-4)

@@ -23,6 +23,7 @@ from protocol.messages import (
     Verify,
 )
 from services.engine.packing import enable_packing, find_table
+from services.engine.prelaunch import Prelauncher
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda.host_rows import SentRows
@@ -35,7 +36,6 @@ from services.runtime.inbox import Work
 from services.runtime.preparation import Steps, run_all
 from services.verifier.feature_log import FeatureLog
 from services.verifier.feature_source import FeatureSource
-from services.verifier.prelaunch import Prelauncher
 from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
 from tests.services.kernels.cuda.host import attend_gathered
@@ -106,8 +106,8 @@ def prelaunching_verifier() -> Verifier:
     traced = verifier.target.traced
     assert traced is not None
     traced.tree_rows = (8,)
-    verifier.prelauncher = Prelauncher(traced, FakeDoorbell(), LateRows)
-    verifier.prelauncher._moved = 0.0
+    verifier.scheduler.prelauncher = Prelauncher(traced, FakeDoorbell(), LateRows)
+    verifier.scheduler.prelauncher._moved = 0.0
     host: Any = SimpleNamespace(send=LateRows)
     verifier.features._host = host
     return verifier
@@ -177,7 +177,9 @@ def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
     waiting.features._host = None
     for verifier, rung in ((prelaunching_verifier(), 2), (waiting, 0)):
         bell = FakeDoorbell()
-        verifier.prelauncher._bell, verifier.prelauncher._traced = bell, verifier.target.traced
+        prelauncher = verifier.scheduler.prelauncher or Prelauncher()
+        verifier.scheduler.prelauncher = prelauncher
+        prelauncher._bell, prelauncher._traced = bell, verifier.target.traced
         open_sequence(verifier, PROMPT)
         position = len(PROMPT)
         for number in range(3):
@@ -187,7 +189,7 @@ def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
             assert len(sent) == 1
             position += 1
         assert bell.rung == rung
-        waiting = verifier.prelauncher._waiting
+        waiting = prelauncher._waiting
         if waiting is not None:
             assert isinstance(waiting.features, LateRows)
             assert any(array is waiting.features.sent for array in bell.launched)
@@ -289,7 +291,7 @@ def test_sequences_of_one_pass_get_their_own(new: New) -> None:
 def test_tokens_that_come_unasked_are_read_too(new: New, crowd: int) -> None:
     """Their passes begin before anybody has read the tokens before them."""
     verifier = new()
-    verifier.pipelines = True
+    verifier.scheduler.pipelines = True
     prompts = {1: PROMPT, 2: PROMPT[::-1]}
     asked = []
     for number in range(1, 1 + crowd):
@@ -309,7 +311,7 @@ def test_tokens_that_come_unasked_are_read_too(new: New, crowd: int) -> None:
 def test_a_run_goes_on_when_another_drafter_reads(new: New) -> None:
     """What has begun for the one before is not sent to it."""
     verifier = new()
-    verifier.pipelines = True
+    verifier.scheduler.pipelines = True
     open_sequence(verifier, PROMPT)
     run = verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), nodes=[64], granted=5))
     for answer in run:

@@ -34,18 +34,18 @@ class Crowd:
 
     def __init__(self, family: str = "llama", *, table: bool = False) -> None:
         self.verifier = tiny_verifier(family)
-        self.verifier.pipelines = True
-        batcher = self.batcher = self.verifier._batcher
-        batcher.table = SlotTable(attend_gathered) if table else None
+        self.verifier.scheduler.pipelines = True
+        runner = self.runner = self.verifier.scheduler.runner
+        runner.table = SlotTable(attend_gathered) if table else None
         self.ahead: list[int] = []
         """Of each pass that began ahead: how many sequences it has."""
-        follow = batcher.follow
+        run_ahead = runner.run_ahead
 
         def count(choice: mx.array, *arguments: Any) -> Any:
             self.ahead += [choice.size] if choice.size > 1 else []
-            return follow(choice, *arguments)
+            return run_ahead(choice, *arguments)
 
-        batcher.follow = count  # type: ignore[method-assign]
+        runner.run_ahead = count  # type: ignore[method-assign]
         self.queue = WorkQueue(self.verifier)
         self.family = family
         self.tokens: dict[int, list[int]] = {}

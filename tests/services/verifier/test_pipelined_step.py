@@ -60,7 +60,7 @@ class Asking:
             loaded, target = counted(family)
             self.verifier = Verifier(loaded, 512, target=target)
         self.model: Passes = loaded.module
-        self.verifier.pipelines = True
+        self.verifier.scheduler.pipelines = True
         self.number = number
         self.tokens = list(PROMPT)
         self.idle_ms = 0.0
@@ -256,7 +256,7 @@ def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking.verify()
     sequence = asking.verifier._sequences[1]
     length = sequence.length
-    [ahead] = asking.verifier._batcher.follow(mx.array([-1]), [sequence.state], [0])
+    [ahead] = asking.verifier.scheduler.runner.run_ahead(mx.array([-1]), [sequence.state], [0])
     assert not ahead.fill(read_tree([asking.tokens[-1]], []))
     assert not ahead.fill(read_tree([0, 1], []))
     assert length == sequence.length

@@ -194,7 +194,7 @@ def test_a_sequence_that_is_cut_off_is_kept_as_far_as_it_is_sure(
     asked = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
     list(first.verifier.handle(asked))
     [(_, sequence)] = first.verifier._sequences.items()
-    sequence.begin(read_tree([1] * 7, []))
+    sequence.state.append_tree(read_tree([1] * 7, []))
     first.verifier.retire_all()
     save(path, first.prompts, first.identity)
     second.read(path)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
 from services.engine.pass_handle import PassHandle
+from services.engine.prelaunch import Prelauncher, choose_rows
 from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx.loader import load
-from services.verifier.prelaunch import Prelauncher, choose_rows
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -52,8 +52,8 @@ class Rung(Stream):
     def __init__(self, prompt: tuple[int, ...], is_late: Callable[[], bool]) -> None:
         verifier, traced = _traced()
         self.bell = FakeDoorbell(is_late)
-        verifier.prelauncher = Prelauncher(traced, self.bell)
-        verifier.prelauncher._moved = 0.0
+        verifier.scheduler.prelauncher = Prelauncher(traced, self.bell)
+        verifier.scheduler.prelauncher._moved = 0.0
         super().__init__("llama", prompt, GREEDY, verifier=verifier)
 
     def close(self) -> None:
@@ -165,12 +165,13 @@ MOVED: Shape = [(0, 1), (0, 0)]
 def test_behind_trees_whose_rows_are_often_moved_none_waits() -> None:
     """Until it is known that this seldom happens; behind chains one always does."""
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.verifier.prelauncher._moved = Prelauncher()._moved
+    stream.verifier.scheduler.prelauncher._moved = Prelauncher()._moved
     stream.verify_all([FORKED])
     assert not stream.bell.waiting
     stream.verify_all([CHAIN])
     assert stream.bell.waiting
-    stream.verifier.prelauncher._moved = 0.065  # after ten more of them, and the text ends soon
+    # After ten more of them, and the text ends soon.
+    stream.verifier.scheduler.prelauncher._moved = 0.065
     stream.verify_all([FORKED] * 3)
     assert stream.bell.waiting
     stream.verify_all([MOVED] * 2)
@@ -261,7 +262,7 @@ def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
     stream.verify_all([CHAIN])
     state = verifier._sequences[stream.number].state
     tree = read_tree([stream.committed[-1]], [])
-    waiting = verifier.prelauncher
+    waiting = verifier.scheduler.prelauncher
     assert waiting.claim(state, tree) is not None
     for choice, waits in ((7, True), (-1, False)):
         current = PassHandle(state=state, choice=mx.array([choice]))
@@ -278,4 +279,4 @@ def _closed() -> Iterator[None]:
     yield
     verifier, _ = _traced()
     verifier.retire_all()
-    verifier.prelauncher = Prelauncher()
+    verifier.scheduler.prelauncher = None

@@ -6,8 +6,10 @@ import pytest
 
 from protocol.messages import OpenSequence, Sampling
 from services.engine.pass_handle import PassTiming
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import Scheduler
 from services.verifier.acceptance import AcceptanceRule
-from services.verifier.sequence import TargetSequence, find_longest_wait
+from services.verifier.sequence import TargetSequence
 
 LONGEST = 0.010
 JUDGE = AcceptanceRule(OpenSequence(sequence=1, tokens=[], sampling=Sampling()), Path())
@@ -77,8 +79,10 @@ def test_who_is_away_for_long_is_not_waited_for_between_long_passes() -> None:
 
 def test_while_a_pass_goes_on_nothing_is_known_of_the_longest_wait() -> None:
     """A gap is what was seen then."""
-    assert find_longest_wait(PassTiming(1, 1, started=100.0)) == 0.0
-    assert find_longest_wait(PassTiming(1, 1, started=100.0, ended=100.1)) == pytest.approx(0.03)
+    scheduler = Scheduler(ModelRunner(None), {}, [])
+    for ended, longest_s in ((0.0, 0.0), (100.1, 0.03)):
+        scheduler.last_pass = PassTiming(1, 1, started=100.0, ended=ended)
+        assert scheduler.longest_wait_s == pytest.approx(longest_s)
     one = sequence(0.050)
     one.on_verify(100.050, busy_since=99.0, longest_s=0.0)
     assert one.gap_s == pytest.approx(0.050)

@@ -35,7 +35,7 @@ from services.drafter.backends.head.recurrent import WINDOW
 from services.drafter.backends.head.states import StateRun
 from services.drafter.backends.head.weights import TargetEnds, head_dtype
 from services.drafter.backends.mlx_tree import Bud
-from services.engine.forward import most_rows
+from services.engine.runner import most_rows
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind

@@ -452,7 +452,7 @@ def fed(monkeypatch: pytest.MonkeyPatch, nothing_cached: None) -> list[int]:
         return model(tokens, cache=cache)
 
     monkeypatch.setattr(backend, "_model", counting)
-    monkeypatch.setattr(backend._batcher, "_model", counting)
+    monkeypatch.setattr(backend._runner, "model", counting)
     if backend.ahead is not None:
         monkeypatch.setattr(backend.ahead, "_model", counting)
     return counts

@@ -1,4 +1,8 @@
-"""Forward passes shared by waiting sequences: the first to need its result runs it for all."""
+"""Passes of one model, computed in whichever way is fastest: the same to those who ask for them.
+
+A pass goes over the slot table, as one packed row of several sequences, through a trace, or through
+the model itself. What it is over is said by the spans of its states.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -9,7 +13,13 @@ import mlx.core as mx
 
 from protocol.messages import Tokens
 from services.engine.packing import batches_recurrences, pack_pass
-from services.engine.pass_handle import AheadPass, JointChoice, PassTiming, SubmittedPass
+from services.engine.pass_handle import (
+    AheadPass,
+    JointChoice,
+    PassHandle,
+    PassTiming,
+    SubmittedPass,
+)
 from services.engine.pass_memory import PassMemory
 from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows, pending
@@ -45,24 +55,25 @@ class TracedPass(Protocol):
         ...
 
 
-class Batcher:
-    """Collects the tokens that sequences submit, and runs them in as few passes as allowed.
+class ModelRunner:
+    """Runs the passes of a model.
 
-    A pass has at most `most_rows` tokens, unless a single sequence submits more. `traced` runs the
-    passes of one sequence that it serves. `read` returns the states read in the last pass, None if
-    there are none. `memory` refuses passes that do not fit.
+    Args:
+        model: called on tokens [1, n] and caches.
+        traced: runs the passes of one sequence that it serves.
+        read: returns the states read in the last pass, None if there are none.
+        memory: refuses passes that do not fit.
     """
 
     def __init__(
         self,
         model: Any,
-        most_rows: int,
         traced: TracedPass | None = None,
         read: Callable[[], ReadRows | None] | None = None,
         memory: PassMemory | None = None,
     ) -> None:
-        self._model = model
-        self._memory = memory
+        self.model, self.traced = model, traced
+        self._read, self._memory = read, memory
         self.table: SlotTable | None = None
         """Slot table of sequences that share passes, where one attention kernel serves all of
         them.
@@ -73,46 +84,47 @@ class Batcher:
         """True if MLX builds one graph of everything submitted at once, so that passes go in
         pieces.
         """
-        self._read = read
-        self.traced = traced
-        self.most_rows = most_rows
-        self._waiting: list[SubmittedPass] = []
 
-    def submit(
+    def run(self, passes: Sequence[SubmittedPass]) -> None:
+        """Compute these in one pass, or one by one if that fails; each gets its part or an error.
+
+        A sequence that the model cannot take must not fail the others.
+        """
+        lengths = [handle.state.length for handle in passes]
+        try:
+            self._run(passes)
+        except Exception as error:  # noqa: BLE001
+            if self.table is not None:
+                self.table.give_up_pass()
+            for handle, length in zip(passes, lengths, strict=True):
+                if handle.state.length > length:
+                    handle.state.commit(length)
+            if len(passes) == 1:
+                passes[0].error = error
+                return
+            _log.exception("a pass of %d sequences failed; now one by one", len(passes))
+            for handle in passes:
+                self.run([handle])
+
+    def compute(
         self,
         tokens: Tokens,
         state: SequenceState,
         begin: Callable[[], Tokens],
         inputs: Callable[[], mx.array] | None = None,
-    ) -> SubmittedPass:
-        """Queue a sequence's tokens; nothing runs yet."""
-        handle = SubmittedPass(
-            state=state, new=tokens, begin=begin, inputs=inputs, queue=self._waiting
-        )
-        self._waiting.append(handle)
-        return handle
-
-    def result(self, handle: SubmittedPass) -> mx.array:
-        """Return the logits of a pass; run it with all waiting ones if necessary.
+    ) -> mx.array:
+        """Return the logits [n, head] of a sequence's pass; arguments as for `SubmittedPass`.
 
         Raises any error of the model for these tokens.
         """
-        if not handle.is_computed:
-            self._run(self._with_company(handle))
-        if handle.error is not None:
-            raise handle.error
-        logits: mx.array = handle.logits
-        return logits
+        handle = SubmittedPass(state=state, new=tokens, begin=begin, inputs=inputs)
+        self.run([handle])
+        return handle.result()
 
-    @property
-    def has_waiting(self) -> bool:
-        """True if a submitted pass has not run yet."""
-        return bool(self._waiting)
-
-    def follow(
+    def run_ahead(
         self, choice: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
-    ) -> list[AheadPass]:
-        """Start a pass over the tokens chosen after a running one, before they have been read.
+    ) -> Sequence[PassHandle]:
+        """Start a pass over tokens that were chosen after a running one and have not been read.
 
         Args:
             choice: [sequences] of `device.begin`; the pass is of no use to a sequence without a
@@ -128,10 +140,10 @@ class Batcher:
         # Before the pass is built, so that reading them does not wait for later work.
         launch(choice, token)
         if len(states) == 1:
-            return [self._follow_alone(token, states[0])]
-        return self._follow_shared(token, states, missing)
+            return [self._run_one_ahead(token, states[0])]
+        return self._run_several_ahead(token, states, missing)
 
-    def _follow_alone(self, token: mx.array, state: SequenceState) -> AheadPass:
+    def _run_one_ahead(self, token: mx.array, state: SequenceState) -> AheadPass:
         length = state.length
         state.append(1)
         try:
@@ -150,7 +162,7 @@ class Batcher:
             resume=partial(state.resume, suspended),
         )
 
-    def _follow_shared(
+    def _run_several_ahead(
         self, token: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
     ) -> list[AheadPass]:
         lengths = [state.length for state in states]
@@ -162,7 +174,7 @@ class Batcher:
                 state.append(count)
                 state.append(1)
             timing = PassTiming(len(states), len(states))
-            logits, features = self._build(token[None], list(states), {}, ahead=True)
+            logits, features = self._build(token[None], states, {}, ahead=True)
             joint = JointChoice(logits)
             tokens = joint.lazy
         # An error occurs again, and is reported, when the pass is submitted.
@@ -189,52 +201,23 @@ class Batcher:
         launch(tokens)
         return handles
 
-    def _with_company(self, first: SubmittedPass) -> list[SubmittedPass]:
-        first.cancel()
-        chosen, rows = [first], len(first.new)
-        for other in list(self._waiting):
-            rows += len(other.new)
-            if rows > self.most_rows:
-                break
-            chosen.append(other)
-            other.cancel()
-        return chosen
-
-    def _run(self, handles: list[SubmittedPass]) -> None:
-        lengths = [handle.state.length for handle in handles]
-        try:
-            self._forward(handles)
-        # A sequence that the model cannot take must not fail the others.
-        except Exception as error:  # noqa: BLE001
-            if self.table is not None:
-                self.table.give_up_pass()
-            for handle, length in zip(handles, lengths, strict=True):
-                if handle.state.length > length:
-                    handle.state.commit(length)
-            if len(handles) == 1:
-                handles[0].error = error
-                return
-            _log.exception("a pass of %d sequences failed; now one by one", len(handles))
-            for handle in handles:
-                self._run([handle])
-
-    def _forward(self, handles: list[SubmittedPass]) -> None:
+    def _run(self, passes: Sequence[SubmittedPass]) -> None:
         if self._memory is not None:
-            self._memory.check([(handle.state, len(handle.new)) for handle in handles])
+            self._memory.check([(handle.state, len(handle.new)) for handle in passes])
         row: Tokens = []
         ends = []
         inputs = []
-        for handle in handles:
+        for handle in passes:
             row += [*handle.begin(), *handle.new]
             ends.append(len(row))
             if handle.inputs is not None:
                 inputs.append(handle.inputs())
-        timing = PassTiming(len(row), len(handles))
-        states = [handle.state for handle in handles]
+        timing = PassTiming(len(row), len(passes))
+        states = [handle.state for handle in passes]
         extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
         logits, features = self._build(mx.array(row)[None], states, extra)
-        joint = JointChoice(logits) if len(handles) > 1 else None
-        for handle, end in zip(handles, ends, strict=True):
+        joint = JointChoice(logits) if len(passes) > 1 else None
+        for handle, end in zip(passes, ends, strict=True):
             rows = slice(end - len(handle.new), end)
             handle.logits, handle.timing, handle.row = logits[rows], timing, rows.start
             handle.joint = joint
@@ -243,7 +226,7 @@ class Batcher:
     def _build(
         self,
         row: mx.array,
-        states: list[SequenceState],
+        states: Sequence[SequenceState],
         extra: dict[str, mx.array],
         *,
         ahead: bool = False,
@@ -264,48 +247,48 @@ class Batcher:
     def _call(
         self,
         row: mx.array,
-        states: list[SequenceState],
+        states: Sequence[SequenceState],
         extra: dict[str, mx.array],
         *,
         ahead: bool,
     ) -> mx.array:
-        state = states[0]
+        state, table = states[0], self.table
         if isinstance(state, BranchingState) and state.is_batched:
-            batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
+            batch: mx.array = self.model(row.swapaxes(0, 1), cache=state.caches)
             return batch.swapaxes(0, 1)
-        if (seated := self._run_at_table(row, states, extra)) is not None:
+        if table is not None and (seated := self._run_at(table, row, states, extra)) is not None:
             return seated
         if len(states) > 1:
             with pack_pass(states, in_batches=batches_recurrences()) as caches:
-                logits: mx.array = self._model(row, cache=caches, **extra)
-        elif (replayed := self._replay(row, state, ahead=ahead)) is not None:
-            logits = replayed
-        else:
-            logits = self._model(row, cache=state.caches, **extra)
-            if self.table is not None:
-                self.table.drop_if_empty()
+                packed: mx.array = self.model(row, cache=caches, **extra)
+            return packed
+        if (
+            self.traced is not None
+            and isinstance(state, KVStore)
+            and self.traced.serves(state, ahead=ahead)
+        ):
+            return self.traced(row, state, ahead=ahead)
+        logits: mx.array = self.model(row, cache=state.caches, **extra)
+        if table is not None:
+            table.drop_if_empty()
         return logits
 
-    def _replay(self, row: mx.array, state: SequenceState, *, ahead: bool) -> mx.array | None:
-        """Return the logits of a sequence's current pass, if a trace serves it."""
-        if self.traced is None or not isinstance(state, KVStore):
-            return None
-        if not self.traced.serves(state, ahead=ahead):
-            return None
-        return self.traced(row, state, ahead=ahead)
-
-    def _run_at_table(
-        self, row: mx.array, states: list[SequenceState], extra: dict[str, mx.array]
+    def _run_at(
+        self,
+        table: SlotTable,
+        row: mx.array,
+        states: Sequence[SequenceState],
+        extra: dict[str, mx.array],
     ) -> mx.array | None:
         """Return the logits, if the table supports such a pass."""
         stores = [state for state in states if isinstance(state, KVStore)]
-        if self.table is None or extra or len(stores) < len(states):
+        if extra or len(stores) < len(states):
             return None
         if self.fills:
-            suits = self.table.suits_prompts(stores)
+            suits = table.suits_prompts(stores)
         else:
-            suits = len(stores) > 1 or self.table.is_shared_by(stores[0])
-        return self.table.run(self._model, row, stores) if suits else None
+            suits = len(stores) > 1 or table.is_shared_by(stores[0])
+        return table.run(self.model, row, stores) if suits else None
 
 
 def _reader(token: mx.array) -> Callable[[], list[int]]:

@@ -8,6 +8,7 @@ pass is better.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,7 +23,6 @@ from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.runtime.inbox import Work
 from services.runtime.preparation import Steps
-from services.verifier.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
 
@@ -180,11 +180,13 @@ class Prelauncher:
 
 
 def open_prelauncher(
-    target: TargetModel, send: Callable[[mx.array], ReadRows]
-) -> Steps[Prelauncher]:
-    """Return a prelauncher for this target, if the device is faster with it."""
-    store = target.states.make()
-    if not isinstance(store, KVStore):
-        return Prelauncher()
-    bell = yield from find_doorbell(target.verify, target.traced, lambda: store.fork(0))
-    return Prelauncher(target.traced, bell, send)
+    model: Any,
+    traced: TracedForward | None,
+    store: SequenceState,
+    send: Callable[[mx.array], ReadRows],
+) -> Steps[Prelauncher | None]:
+    """Return a prelauncher for this model, with an empty state, if the device is faster with it."""
+    if traced is None or not isinstance(store, KVStore):
+        return None
+    bell = yield from find_doorbell(model, traced, lambda: store.fork(0))
+    return None if bell is None else Prelauncher(traced, bell, send)

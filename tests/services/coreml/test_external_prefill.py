@@ -13,14 +13,15 @@ from launch.settings.settings import StackSettings
 from launch.stack import session
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
-from services.coreml.prefill import CoremlPrefill, open_prefill
-from services.engine.external_prefill import (
+from services.coreml.external_prefill import (
     Computed,
+    ExternalPrefill,
     KVInjection,
     PrefillChoice,
     always,
     measure_times,
 )
+from services.coreml.prefill import CoremlPrefill, open_prefill
 from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
@@ -32,6 +33,12 @@ TEXT: Tokens = [int(t) for t in np.random.default_rng(5).integers(4, 280, 45)]
 
 def prefill_of(family: str) -> CoremlPrefill:
     return CoremlPrefill(converted_model(converted_folder(family), "float16"))
+
+
+def compute_elsewhere(verifier: Verifier, family: str) -> None:
+    module, other = verifier.target.verify, prefill_of(family)
+    external = ExternalPrefill(module, verifier.new_state, other, whenever_it_fits=True)
+    verifier.fill_elsewhere = external.fill
 
 
 def opened(verifier: Verifier, tokens: Tokens) -> None:
@@ -59,7 +66,7 @@ def test_injected_prompts_decode_the_same_tokens(family: str) -> None:
     for elsewhere in (False, True):
         verifier = Verifier(load(source_folder(family)), 512)
         if elsewhere:
-            verifier.use_external_prefill(prefill_of(family), whenever_it_fits=True)
+            compute_elsewhere(verifier, family)
         opened(verifier, TEXT[:-1])
         answers.append(decoded(verifier, TEXT[-1], len(TEXT) - 1, 24))
     assert answers[0] == answers[1]
@@ -185,7 +192,7 @@ def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPa
 def test_prompts_that_do_not_fit_are_computed_here() -> None:
     """Longer than the package's slots: the target's own way, no error."""
     verifier = Verifier(load(source_folder("llama")), 512)
-    verifier.use_external_prefill(prefill_of("llama"), whenever_it_fits=True)
+    compute_elsewhere(verifier, "llama")
     opened(verifier, [5] * (SLOTS + 10))
 
 

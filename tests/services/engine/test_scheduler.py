@@ -21,10 +21,11 @@ from protocol.messages import (
     Verify,
 )
 from services.drafter.backends.mlx import MlxBackend
-from services.engine import forward
-from services.engine.forward import Batcher
+from services.engine import runner
 from services.engine.packing import supports_packing
 from services.engine.pass_handle import SubmittedPass
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import PassQueue
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
@@ -150,7 +151,7 @@ def test_a_pass_is_shared() -> None:
 def test_a_pass_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit is left for the next pass; a chain that is longer goes alone."""
     verifier = verifier_of("llama")
-    monkeypatch.setattr(verifier._batcher, "most_rows", 16)  # a CPU's; a GPU has more
+    monkeypatch.setattr(verifier.scheduler.queue, "most_rows", 16)  # a CPU's; a GPU has more
     streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
     asked = [stream.submit(0, wrong) for stream, wrong in zip(streams, (6, 6, 20, 0), strict=True)]
     outcomes = verify_together(verifier, asked)
@@ -186,12 +187,12 @@ class Model:
         logits: mx.array = self.module(tokens, cache=cache)
         return logits
 
-    def submit(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> SubmittedPass:
+    def submit(self, queue: PassQueue, store: KVStore, tokens: Tokens) -> SubmittedPass:
         def begin() -> Tokens:
             store.chain(len(tokens))
             return []
 
-        return batcher.submit(tokens, store, begin)
+        return queue.submit(tokens, store, begin)
 
     def store(self) -> KVStore:
         return KVStore(self.windows, bucketed=False)
@@ -202,7 +203,7 @@ def test_a_shared_pass_has_the_same_bits() -> None:
     """On this CPU the logits do not depend on who else is in the pass, not even by rounding."""
     model = Model()
     chains: list[Tokens] = [[1, 2, 3, 4], [5], [6, 7, 8], [9, 10, 11, 12, 13, 14]]
-    alone, shared = Batcher(model, 0), Batcher(model, 16)
+    alone, shared = PassQueue(ModelRunner(model)), PassQueue(ModelRunner(model), 16)
     expected, found = [], []
     for tail in range(2):  # after a first pass the KV is of either kind
         chains = [[token + tail for token in chain] for chain in chains]
@@ -225,18 +226,18 @@ def test_a_shared_pass_has_the_same_bits() -> None:
 def test_one_that_breaks_a_pass_breaks_no_other() -> None:
     """The others are computed without it, and only its own result raises."""
     model = Model()
-    batcher = Batcher(model, 16)
+    queue = PassQueue(ModelRunner(model), 16)
     stores = [model.store() for _ in range(3)]
     asks = [
-        model.submit(batcher, store, tokens)
+        model.submit(queue, store, tokens)
         for store, tokens in zip(stores, [[1, 2], [13], [3]], strict=True)
     ]
     model.broken = lambda tokens: 13 in tokens
     expected = np.array(model.module(mx.array([[1, 2]]))[0])
-    np.testing.assert_allclose(np.array(batcher.result(asks[0])), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(queue.result(asks[0])), expected, atol=1e-5)
     with pytest.raises(MemoryError, match="no room"):
-        batcher.result(asks[1])
-    assert batcher.result(asks[2]).shape[0] == 1
+        queue.result(asks[1])
+    assert queue.result(asks[2]).shape[0] == 1
     assert [store.length for store in stores] == [2, 0, 1]
 
 
@@ -246,23 +247,23 @@ def test_a_pass_that_would_be_one_graph_is_launched_in_pieces(
 ) -> None:
     """Unless it begins behind another: then the device has something to do."""
     started: list[int] = []
-    monkeypatch.setattr(forward, "launch_in_pieces", lambda keys: started.append(len(keys)))
+    monkeypatch.setattr(runner, "launch_in_pieces", lambda keys: started.append(len(keys)))
     model = Model()
-    batcher, store = Batcher(model, 16), model.store()
-    batcher.one_graph = one_graph
-    batcher.result(model.submit(batcher, store, [5, 9, 3]))
-    batcher.follow(mx.array([1]), [store], [0])
+    queue, store = PassQueue(ModelRunner(model), 16), model.store()
+    queue.runner.one_graph = one_graph
+    queue.result(model.submit(queue, store, [5, 9, 3]))
+    queue.runner.run_ahead(mx.array([1]), [store], [0])
     assert started == ([len(store.caches)] if one_graph else [])
 
 
 def test_what_is_withdrawn_is_not_computed() -> None:
     """A sequence that is closed while it waits leaves the pass, and its KV as it was."""
     model = Model()
-    batcher = Batcher(model, 16)
+    queue = PassQueue(ModelRunner(model), 16)
     stores = [model.store() for _ in range(2)]
-    first, second = (model.submit(batcher, store, [1, 2]) for store in stores)
+    first, second = (model.submit(queue, store, [1, 2]) for store in stores)
     second.cancel()
-    batcher.result(first)
+    queue.result(first)
     assert model.calls == [2]
     assert [store.length for store in stores] == [2, 0]
 
@@ -319,10 +320,10 @@ def test_a_pass_that_does_not_fit_ends_one_sequence() -> None:
         return mx.zeros((1, row.shape[1], 4))
 
     memory, states = cast(Any, Memory()), cast(Any, (large, small))
-    batcher = Batcher(model, 16, memory=memory)
-    refused, served = (batcher.submit([5, 6], state, list) for state in states)
+    queue = PassQueue(ModelRunner(model, memory=memory), 16)
+    refused, served = (queue.submit([5, 6], state, list) for state in states)
     with pytest.raises(OutOfMemory):
-        batcher.result(refused)
-    logits = batcher.result(served)
+        queue.result(refused)
+    logits = queue.result(served)
     assert (logits.shape, served.timing.sequences) == ((2, 4), 1)
     assert fed == [[5, 6]]
