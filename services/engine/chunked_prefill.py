@@ -208,7 +208,7 @@ class ChunkedPrefill:
         self._runner.fills, self._runner.one_graph = True, one_graph
         self._queue = PassQueue(self._runner)
         self._shares = shares
-        self._chunk_sizer = ChunkSizer(step)
+        self.chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
         self._least_turn = self._grid // _TURNS
         self._order = PrefillOrder()
@@ -218,11 +218,6 @@ class ChunkedPrefill:
     def share(self, table: SlotTable | None, *, prompts: bool) -> None:
         """Compute several prompts in a pass from now on, if `prompts`, and in a slot table."""
         self._runner.table, self._shares = table, prompts
-
-    @property
-    def expected_s(self) -> float:
-        """Seconds that the next chunk takes at most, as measured; 0 if nothing was measured."""
-        return self._chunk_sizer.expected_s
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Return True if a prompt in progress covers half of `tokens` beyond the first `held`."""
@@ -278,7 +273,7 @@ class ChunkedPrefill:
             if state.needs_checkpoints and self._checkpoints:
                 state.checkpoint(ends_turn=chunk[-1] in self._end_ids)
             if own:
-                self._chunk_sizer.observe(handle.timing.rows, time.perf_counter() - began)
+                self.chunk_sizer.observe(handle.timing.rows, time.perf_counter() - began)
             yield
 
     def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:
@@ -293,7 +288,7 @@ class ChunkedPrefill:
             chunk = tokens[state.length : state.length + size]
             ends = range(self._least_turn, len(chunk))
             return next((end for end in ends if chunk[end - 1] in self._end_ids), size)
-        size = self._chunk_sizer.size(alone=alone, left=len(tokens) - state.length)
+        size = self.chunk_sizer.size(alone=alone, left=len(tokens) - state.length)
         return (
             size if self._memory is None else self._memory.fit(state, size, min(size, LEAST_CHUNK))
         )

@@ -142,6 +142,8 @@ class PassMemory:
 
     def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:
         """Return the bytes of a long attention's partial results over all layers."""
+        if not self._part_bytes:
+            return 0
         rows, is_shared = sum(rows for _, rows in asked), len(asked) > 1
         longest = max(self._count_slots(state.length + rows) for state, rows in asked)
         parts = count_parts(longest)

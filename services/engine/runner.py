@@ -42,12 +42,7 @@ class TracedPass(Protocol):
     """Runs passes of traced shapes."""
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True if the store's current pass has such a shape.
-
-        Args:
-            store: of the sequence.
-            ahead: True if the pass starts while another one is running.
-        """
+        """Return True if the current pass has one; `ahead`: it starts while another is running."""
         ...
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
@@ -152,13 +147,14 @@ class ModelRunner:
             state.commit(length)
             raise
         suspended = state.suspend()
+        read: Any = cache(token.tolist)
         launch(logits)
         return AheadPass(
             state=state,
             timing=PassTiming(1, 1),
             logits=logits,
             features=features,
-            read=_reader(token),
+            read=read,
             resume=partial(state.resume, suspended),
         )
 
@@ -184,7 +180,7 @@ class ModelRunner:
         finally:
             for state, length in zip(states, lengths, strict=True):
                 state.commit(length)
-        read = _reader(token)
+        read: Any = cache(token.tolist)
         handles = [
             AheadPass(
                 state=state,
@@ -289,9 +285,3 @@ class ModelRunner:
         else:
             suits = len(stores) > 1 or table.is_shared_by(stores[0])
         return table.run(self.model, row, stores) if suits else None
-
-
-def _reader(token: mx.array) -> Callable[[], list[int]]:
-    """Return a function that reads [count] tokens, once."""
-    tolist: Any = token.tolist
-    return cache(tolist)

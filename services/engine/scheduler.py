@@ -23,7 +23,6 @@ from services.engine.prelaunch import Prelauncher
 from services.engine.runner import ModelRunner
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.runtime.inbox import Work
 
 _LONGEST_WAIT = 0.3
 """Longest wait for the other sequences of the last pass, as a share of its time.
@@ -131,21 +130,6 @@ class Scheduler:
         self.last_pass, self.idle_since = PassTiming(), time.perf_counter()
         self._followed: PassTiming | None = None
         """The pass behind which one was considered last."""
-
-    def on_message(self, message: Work) -> None:
-        """Cancel a pass that waits on the device, unless the message is about it."""
-        if self.prelauncher is not None:
-            self.prelauncher.on_message(message)
-
-    def call_off(self) -> None:
-        """Cancel the pass that waits on the device, if any."""
-        if self.prelauncher is not None:
-            self.prelauncher.call_off()
-
-    def on_judged(self, tree: TokenTree, rows: Sequence[int]) -> None:
-        """Record the accepted rows of a pass."""
-        if self.prelauncher is not None:
-            self.prelauncher.on_judged(tree, rows)
 
     def linger_s(self, number: int) -> float:
         """Return a short wait for the other sequences of the last pass, which are expected soon."""

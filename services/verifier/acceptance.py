@@ -40,6 +40,13 @@ class AcceptanceRule:
         self._sampling = opened.sampling
         shape = opened.sampling.logits_options
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
+        greedy = is_greedy(self._sampling)
+        on_host = compute_unit() == "cpu" or uses_rejection(self._sampling)
+        is_plain = shape is None and self._sampling.logprobs is None
+        self.is_on_device = is_plain and (greedy or not on_host)
+        """True if the choice is made on the logits' device."""
+        self.is_likeliest = is_plain and greedy
+        """True if the choice is the argmax of the unprocessed logits."""
 
     def check(self, message: Verify, tree: TokenTree) -> None:
         """Raise ProtocolError if the rule does not support such trees.
@@ -76,20 +83,6 @@ class AcceptanceRule:
             return True
         *before, token = tree.tokens_to(row)
         return self._processor.count_allowed(before, [token]) == 1
-
-    @property
-    def is_likeliest(self) -> bool:
-        """True if the choice is the argmax of the unprocessed logits."""
-        return is_greedy(self._sampling) and self.is_on_device
-
-    @property
-    def is_on_device(self) -> bool:
-        """True if the choice is made on the logits' device."""
-        if self._processor is not None or self._sampling.logprobs is not None:
-            return False
-        return is_greedy(self._sampling) or not (
-            compute_unit() == "cpu" or uses_rejection(self._sampling)
-        )
 
     def begin(self, logits: mx.array, message: Verify, tree: TokenTree) -> mx.array | None:
         """Return the target's own choice after each row, [rows], lazy.

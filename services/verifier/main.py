@@ -105,7 +105,7 @@ def _attach_coreml_prefill(
     if verifier.target.states.way in ("slots", "windows"):
         always, make_state = settings.prefill == "coreml-always", verifier.new_state
         external = ExternalPrefill(model.module, make_state, other, whenever_it_fits=always)
-        verifier.fill_elsewhere = external.fill
+        verifier.fill_externally = external.fill
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Verifier:
         self.target = target if target is not None else prepare(model.module)
         self._states = self.target.states
         self._prompts = prompts if prompts is not None else PrefixCache()
-        self.fill_elsewhere: ExternalFill | None = None
+        self.fill_externally: ExternalFill | None = None
         """Lets another device compute a prompt where that is faster: `ExternalPrefill.fill`."""
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         whole = self.target.verify is self._model
@@ -126,7 +126,8 @@ class Verifier:
 
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `work_queue.Service`)."""
-        self.scheduler.on_message(message)
+        if self.scheduler.prelauncher is not None:
+            self.scheduler.prelauncher.on_message(message)
         if message.sequence != TRIAL_SEQUENCE:
             self._sequences.pop(TRIAL_SEQUENCE, None)
         match message:
@@ -164,7 +165,8 @@ class Verifier:
     def retire_all(self) -> None:
         """Drop all sequences, even in the middle of a pass: their committed tokens are kept."""
         self._revoked.clear()
-        self.scheduler.call_off()
+        if self.scheduler.prelauncher is not None:
+            self.scheduler.prelauncher.call_off()
         for number in list(self._sequences):
             self._retire(number)
 
@@ -194,7 +196,9 @@ class Verifier:
 
     def expect_s(self) -> float:
         """Return how long the next chunk of a prompt takes; 0 if no prompt is in work."""
-        return self._chunked_prefill.expected_s if self._chunked_prefill.prompts else 0.0
+        return (
+            self._chunked_prefill.chunk_sizer.expected_s if self._chunked_prefill.prompts else 0.0
+        )
 
     def _fork(self, tokens: Tokens) -> SequenceState:
         """Fork the state with the longest resumable prefix of these tokens."""
@@ -243,8 +247,8 @@ class Verifier:
         """Compute these tokens in pieces, reporting progress from time to time."""
         cached = reported = sequence.length
         reported_at = time.perf_counter()
-        if self.fill_elsewhere is not None:
-            yield from self.fill_elsewhere(sequence.state, sequence.tokens, tokens)
+        if self.fill_externally is not None:
+            yield from self.fill_externally(sequence.state, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(number, sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
             self.spare_cores.begin_pass(drafter_idle=True)
@@ -285,10 +289,11 @@ class Verifier:
         try:
             handle, tokens = yield from self.scheduler.run(sequence, message, tree)
             judged = sequence.rule.accept(handle.logits, message, tree, tokens)
-            self.scheduler.on_judged(tree, judged.rows)
+            if self.scheduler.prelauncher is not None:
+                self.scheduler.prelauncher.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
-            rows = handle.read_features(judged.rows)
-            read = self.features.log(sequence, message.position, rows)
+            rows = None if handle.features is None else handle.read_features(judged.rows)
+            read = self.features.log(sequence, message.position, rows) if rows is not None else None
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state is no longer usable

@@ -35,10 +35,10 @@ def prefill_of(family: str) -> CoremlPrefill:
     return CoremlPrefill(converted_model(converted_folder(family), "float16"))
 
 
-def compute_elsewhere(verifier: Verifier, family: str) -> None:
+def compute_externally(verifier: Verifier, family: str) -> None:
     module, other = verifier.target.verify, prefill_of(family)
     external = ExternalPrefill(module, verifier.new_state, other, whenever_it_fits=True)
-    verifier.fill_elsewhere = external.fill
+    verifier.fill_externally = external.fill
 
 
 def opened(verifier: Verifier, tokens: Tokens) -> None:
@@ -66,7 +66,7 @@ def test_injected_prompts_decode_the_same_tokens(family: str) -> None:
     for elsewhere in (False, True):
         verifier = Verifier(load(source_folder(family)), 512)
         if elsewhere:
-            compute_elsewhere(verifier, family)
+            compute_externally(verifier, family)
         opened(verifier, TEXT[:-1])
         answers.append(decoded(verifier, TEXT[-1], len(TEXT) - 1, 24))
     assert answers[0] == answers[1]
@@ -192,7 +192,7 @@ def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPa
 def test_prompts_that_do_not_fit_are_computed_here() -> None:
     """Longer than the package's slots: the target's own way, no error."""
     verifier = Verifier(load(source_folder("llama")), 512)
-    compute_elsewhere(verifier, "llama")
+    compute_externally(verifier, "llama")
     opened(verifier, [5] * (SLOTS + 10))
 
 
