@@ -46,7 +46,7 @@ class Rounds:
         tree = read_tree(self._chain, [])
         found, branch, place = list[float](), list[int](), 0
         row = len(self._chain) - 1
-        for layer in self._backend.prepare_tree(1, tree, fan_out, self._depth, self._options):
+        for layer in self._backend.prepare(1, tree, fan_out, self._depth, self._options):
             if layer is None:
                 continue
             found.append(1e3 * (time.perf_counter() - began))

@@ -108,7 +108,7 @@ class TokenTree:
         return len(self.tokens)
 
 
-def read_tree(tokens: Tokens, parents: Sequence[int]) -> TokenTree:
+def read_tree(tokens: Tokens, parents: Sequence[int] = ()) -> TokenTree:
     """Build a tree from a message's fields; without parents, a chain.
 
     Raises:

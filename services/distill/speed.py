@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.distill.evaluation import Figures
 from services.drafter.backends.mlx import MlxBackend
@@ -81,7 +82,7 @@ def _draft_ms(drafter: Path, context: Tokens) -> dict[str, float]:
         times = []
         for _ in range(_REPEATS):
             before = None
-            for _layer in backend.prepare(0, [context[0]], [count], _DEPTHS):
+            for _layer in backend.prepare(0, read_tree([context[0]]), [count], _DEPTHS):
                 now = time.perf_counter()
                 # The first depth comes with the chain's own forward pass.
                 if before is not None:

@@ -5,7 +5,7 @@ backend's abilities before it reaches the backend.
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from math import isfinite
 
 import numpy as np
@@ -27,11 +27,9 @@ from protocol.messages import (
 )
 from services.drafter.backends.base import (
     DraftBackend,
-    DraftedToken,
     RoundOptions,
     Rows,
     TargetReading,
-    TreeDrafting,
     TreeLayer,
 )
 from services.runtime.inbox import Work
@@ -115,12 +113,8 @@ class Drafter:
         tree = self._check_prepare(message)
         self._commit(message)
         options, depth = self._options(message), self._clip(message.depth)
-        sequence, fan_out, backend = message.sequence, message.fan_out, self._backend
-        if self._takes_trees and isinstance(backend, TreeDrafting):
-            layers = backend.prepare_tree(sequence, tree, fan_out, depth, options)
-        else:
-            layers = backend.prepare(sequence, tree.tokens, fan_out, depth, options)
-        yield from answers.send(layers)
+        sequence, fan_out = message.sequence, message.fan_out
+        yield from answers.send(self._backend.prepare(sequence, tree, fan_out, depth, options))
 
     def _draft(self, message: DraftNow) -> Generator[FromService | None]:
         answers = _Answers(message, [(message.accepted, message.pending)])
@@ -129,13 +123,8 @@ class Drafter:
         if not message.count:
             return  # it only aborts a draft, or catches up
         options, count = self._options(message), self._clip(message.count)
-        sequence, pending, backend = message.sequence, message.pending, self._backend
-        layers: Iterable[TreeLayer | None]
-        if options.siblings and isinstance(backend, TreeDrafting):
-            layers = backend.draft_tree(sequence, pending, count, options)
-        else:
-            layers = _as_layers(backend.draft(sequence, pending, count, options))
-        yield from answers.send(layers)
+        sequence, pending = message.sequence, message.pending
+        yield from answers.send(self._backend.draft(sequence, pending, count, options))
         yield from answers.finish()
 
     @property
@@ -229,16 +218,6 @@ class _Answers:
             at_ns=now,
             last=is_last or self._depth == self._most,
         )
-
-
-def _as_layers(drafted: Iterable[DraftedToken | None]) -> Iterator[TreeLayer | None]:
-    """Convert a draft to a tree without branches."""
-    for draft in drafted:
-        if draft is None:
-            yield None
-            continue
-        drawn = [draft.distribution] if draft.distribution.tokens else []
-        yield TreeLayer([], [draft.token], [draft.confidence], drawn)
 
 
 def _to_probability(confidence: float) -> float:

@@ -17,11 +17,9 @@ from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftBackend,
-    DraftedToken,
     RoundOptions,
     Rows,
     TargetReading,
-    TreeDrafting,
     TreeLayer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
@@ -89,49 +87,22 @@ class SlidingContextBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Prepare branches on the window; none if not even a chain fits the context."""
         window = self._windows[sequence]
-        if not self._roomy(len(chain) + depth):
-            return
-        yield from self._make_room(sequence, window, len(chain) + depth)
-        shifted = options._replace(shift=window.first)
-        yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
-
-    def prepare_tree(
-        self,
-        sequence: int,
-        tree: TokenTree,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
-    ) -> Generator[TreeLayer | None]:
-        """Prepare for a tree like `prepare`, if the backend takes trees."""
-        window, backend = self._windows[sequence], self._backend
-        if not self._roomy(len(tree) + depth) or not isinstance(backend, TreeDrafting):
+        if not self._roomy(len(tree) + depth):
             return
         yield from self._make_room(sequence, window, len(tree) + depth)
         shifted = options._replace(shift=window.first)
-        yield from backend.prepare_tree(sequence, tree, fan_out, depth, shifted)
-
-    def draft_tree(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[TreeLayer | None]:
-        """Draft a tree like `draft`, if the backend takes trees."""
-        window, backend = self._windows[sequence], self._backend
-        if not self._roomy(1 + count) or not isinstance(backend, TreeDrafting):
-            return
-        yield from self._make_room(sequence, window, 1 + count)
-        shifted = options._replace(shift=window.first)
-        yield from backend.draft_tree(sequence, pending, count, shifted)
+        yield from self._backend.prepare(sequence, tree, fan_out, depth, shifted)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
+    ) -> Generator[TreeLayer | None]:
         """Draft on the window."""
         window = self._windows[sequence]
         if not self._roomy(1 + count):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS, read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
@@ -97,7 +97,8 @@ def _prepare(
 ) -> None:
     share = _BRANCHES // (drafted + 1)
     fan_out = [share] * drafted + [_BRANCHES - share * drafted]
-    for _ in backend.prepare(TRIAL_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, options):
+    tree = read_tree(_PROMPT[: drafted + 1])
+    for _ in backend.prepare(TRIAL_SEQUENCE, tree, fan_out, _DEPTH, options):
         pass
 
 

@@ -13,6 +13,7 @@ from statistics import median
 
 import msgspec
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import SsdError
 from protocol.jobs.profile import (
     ProfilerReady,
@@ -97,7 +98,7 @@ class Profiler(contextlib.ExitStack):
                 times: list[float] = []
                 while len(times) < repeats:
                     before = None
-                    for _layer in backend.prepare(0, [context[0]], [count], _DEPTHS):
+                    for _layer in backend.prepare(0, read_tree([context[0]]), [count], _DEPTHS):
                         now = time.perf_counter()
                         if before is not None:  # the first depth also feeds the chain
                             times.append(1e3 * (now - before))

@@ -29,7 +29,7 @@ from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule, host_floats
 from services.verifier.verifier import Verifier
 from tests.support.chi_square import ONE_IN_A_THOUSAND, assert_law
-from tests.support.reference import said
+from tests.support.reference import drafts
 
 pytestmark = pytest.mark.model
 
@@ -90,7 +90,9 @@ class Rounds:
         opened = OpenSequence(sequence=1, tokens=self.prompt, sampling=sampling)
         self.verifier._sequences[1].rule = AcceptanceRule(opened, self.folder)
         self.drafter._sequences[1].sampling = drafter_sampling(sampling)
-        draft: list[DraftedToken] = said(self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3)))
+        draft: list[DraftedToken] = drafts(
+            self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3))
+        )
         chain = [self.pending, *(found.token for found in draft)]
         laws = [found.distribution for found in draft]
         asked = Verify(sequence=1, round=1, position=self.base, nodes=chain, distributions=laws)

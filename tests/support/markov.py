@@ -29,6 +29,7 @@ from orchestrator.telemetry.recorder import Recorder
 from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, sample
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
+from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import (
     CloseSequence,
@@ -49,6 +50,7 @@ from services.drafter.backends.base import (
     Outcome,
     RoundOptions,
     TreeLayer,
+    to_layer,
 )
 from services.drafter.drafter import Drafter
 from services.sampling.candidates import best_bonuses, best_of, draft_tokens
@@ -100,12 +102,12 @@ class MarkovBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
-        roots = []
+        roots, chain = [], tree.tokens
         for accepted, wanted in enumerate(fan_out):
             position = len(self._tokens) + accepted + 1
             top = best_of(DRAFT[chain[accepted]][None], SIZE, None)
@@ -122,10 +124,10 @@ class MarkovBackend:
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken]:
+    ) -> Generator[TreeLayer]:
         for level in range(count):
             [found] = self._next([pending], [len(self._tokens) + 1 + level], turn)
-            yield found
+            yield to_layer(found)
             pending = found.token
 
     def _next(self, tokens: Tokens, positions: list[int], turn: RoundOptions) -> list[DraftedToken]:

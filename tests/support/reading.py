@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, Rows, TreeLayer
 
@@ -22,7 +23,9 @@ def open_sequence(backend: Any, tokens: Tokens, sampling: Sampling | None = None
 
 def grow(backend: Any, chain: Tokens = CHAIN, depth: int = 3) -> list[TreeLayer]:
     """The layers for the outcomes of a chain, two of each length."""
-    found: Iterator[TreeLayer | None] = backend.prepare(1, chain, [2] * len(chain), depth)
+    found: Iterator[TreeLayer | None] = backend.prepare(
+        1, read_tree(chain), [2] * len(chain), depth
+    )
     return [layer for layer in found if layer is not None]
 
 

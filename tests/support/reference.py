@@ -17,6 +17,7 @@ from mlx_lm.utils import load_model
 
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
+from services.drafter.backends.base import DraftedToken, TreeLayer
 from services.kernels.cpu.equip import equip
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit, load
@@ -132,3 +133,11 @@ T = TypeVar("T")
 def said(answers: Iterable[T | None]) -> list[T]:
     """What a service or backend yielded, without the pauses."""
     return [answer for answer in answers if answer is not None]
+
+
+def drafts(layers: Iterable[TreeLayer | None]) -> list[DraftedToken]:
+    """The tokens of a draft without branches, and what is known of them."""
+    return [
+        DraftedToken(layer.tokens[0], layer.confidences[0], *layer.distributions)
+        for layer in said(layers)
+    ]

@@ -48,7 +48,7 @@ class RoundOptions(NamedTuple):
     its positions when looking up the noise of a position.
     """
     siblings: int = 0
-    """Number of candidates besides the best one, for `TreeDrafting`."""
+    """Candidates besides the best one; only for a backend whose identity says `takes_trees`."""
 
 
 DEFAULT_ROUND_OPTIONS = RoundOptions()
@@ -68,7 +68,7 @@ class TreeLayer:
     """One depth of all branches."""
 
     outcomes: list[Outcome]
-    """The branches, in the same order in all layers of a tree."""
+    """The branches, in the same order in all layers of a tree; ignored of a `draft`."""
     tokens: list[int]
     """The draft token of each branch at this depth, or `messages.END_OF_BRANCH`."""
     confidences: list[float]
@@ -81,6 +81,12 @@ class TreeLayer:
     """Index in the layer before that each token follows, in the first layer an index of
     `outcomes`; siblings in descending order of likelihood. Empty: one token for each, in order.
     """
+
+
+def to_layer(draft: DraftedToken) -> TreeLayer:
+    """Return the layer of a draft without branches."""
+    drawn = [draft.distribution] if draft.distribution.tokens else []
+    return TreeLayer([], [draft.token], [draft.confidence], drawn)
 
 
 class BackendIdentity(NamedTuple):
@@ -112,35 +118,6 @@ class TargetReading(Protocol):
         ...
 
 
-@runtime_checkable
-class TreeDrafting(Protocol):
-    """Additional methods of a backend whose identity says `takes_trees`."""
-
-    def prepare_tree(
-        self,
-        sequence: int,
-        tree: TokenTree,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
-    ) -> Generator[TreeLayer | None]:
-        """Like `DraftBackend.prepare`, for the outcomes of verifying a tree.
-
-        An outcome's first number is the row of the last accepted token; no child of that row can be
-        its bonus token.
-        """
-        ...
-
-    def draft_tree(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[TreeLayer | None]:
-        """Yield up to `count` layers of the one branch after the pending token, with siblings.
-
-        The outcome in the first layer is (0, pending).
-        """
-        ...
-
-
 class DraftBackend(Protocol):
     """A source of drafts."""
 
@@ -164,25 +141,26 @@ class DraftBackend(Protocol):
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Yield branches for the outcomes of verifying `chain`, one depth at a time.
+        """Yield branches for the outcomes of verifying a tree, one depth at a time.
 
-        `chain[0]` is the pending token, which follows the committed ones; the target is verifying
-        chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are requested for each acceptance
-        length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which was rejected. The
-        generator may be closed between two layers. None is a pause in which other sequences may be
-        served.
+        It is a chain unless the identity says `takes_trees`. Its first token is the pending one,
+        which follows the committed ones; the target is verifying the others right now.
+        `fan_out[k]` outcomes (k, bonus) are requested for each last accepted row k, of a chain the
+        number of accepted draft tokens; the bonus cannot be a child of row k, which was rejected.
+        The generator may be closed between two layers. None is a pause in which other sequences
+        may be served.
         """
         ...
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
-        """Yield up to `count` draft tokens after the pending token, one at a time."""
+    ) -> Generator[TreeLayer | None]:
+        """Yield up to `count` layers of the one branch after the pending token."""
         ...
 
     def close(self, sequence: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from services.coreml.model import ConvertedModel, Feed, chain_feed
@@ -26,10 +27,10 @@ from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
     BackendIdentity,
-    DraftedToken,
     Outcome,
     RoundOptions,
     TreeLayer,
+    to_layer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, best_bonuses, draft_tokens, process_candidates
@@ -99,7 +100,7 @@ class CoremlBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
@@ -108,7 +109,7 @@ class CoremlBackend:
 
         A sequence that has outgrown the state gets no more drafts.
         """
-        known = self._sequences[sequence]
+        known, chain = self._sequences[sequence], tree.tokens
         if not self._extend(known, known.committed + chain, rows=len(chain)):
             return
         roots = self._fork(known, chain, fan_out, options)
@@ -135,7 +136,7 @@ class CoremlBackend:
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken]:
+    ) -> Generator[TreeLayer]:
         """Draft one continuation on the trunk, one token per call."""
         known = self._sequences[sequence]
         tail = [pending]
@@ -144,7 +145,7 @@ class CoremlBackend:
                 return
             position = len(known.committed) + len(tail)
             [drafted] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
-            yield drafted
+            yield to_layer(drafted)
             tail.append(drafted.token)
 
     def close(self, sequence: int) -> None:

@@ -10,6 +10,7 @@ probabilities, one sequence, and no interruption.
 import os
 from collections.abc import Generator
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.errors import (
     BackendLost,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from protocol.transport.pipes import READ_BYTES, readable, write_all
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
-    DraftedToken,
     Outcome,
     RoundOptions,
     TreeLayer,
@@ -91,15 +91,15 @@ class LineBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Yield the one outcome that its continuation names, and the rest as that branch."""
         del options
-        continuation = yield from self._after(sequence, chain[0], len(chain) + depth)
-        draft = chain[1:]
+        pending, *draft = tree.tokens
+        continuation = yield from self._after(sequence, pending, len(tree) + depth)
         agreed = 0
         while agreed < min(len(draft), len(continuation)) and draft[agreed] == continuation[agreed]:
             agreed += 1
@@ -111,12 +111,12 @@ class LineBackend:
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
+    ) -> Generator[TreeLayer | None]:
         """Yield its continuation of the pending token."""
         del options
         continuation = yield from self._after(sequence, pending, count)
         for token in continuation[:count]:
-            yield DraftedToken(token, _CONFIDENCE)
+            yield TreeLayer([], [token], [_CONFIDENCE])
 
     def close(self, sequence: int) -> None:
         """Drop the sequence; the next one resets the context."""

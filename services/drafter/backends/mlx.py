@@ -27,7 +27,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
-from protocol.decoding.token_tree import TokenTree, read_tree
+from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from protocol.settings import DraftWeights
@@ -35,10 +35,10 @@ from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
     BackendIdentity,
-    DraftedToken,
     Outcome,
     RoundOptions,
     TreeLayer,
+    to_layer,
 )
 from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
 from services.drafter.backends.mlx_ahead import DepthsAhead
@@ -67,7 +67,7 @@ from services.sampling.device import best_of
 
 
 class MlxBackend:
-    """Draft backend on MLX; see `base.DraftBackend` and `base.TreeDrafting`."""
+    """Draft backend on MLX; see `base.DraftBackend`."""
 
     _feeds_by_depth = False
     """True if a token can be fed only after the one before it."""
@@ -165,17 +165,6 @@ class MlxBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
-    ) -> Generator[TreeLayer | None]:
-        """Prepare a chain as a tree without branches."""
-        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
-
-    def prepare_tree(
-        self,
-        sequence: int,
         tree: TokenTree,
         fan_out: list[int],
         depth: int,
@@ -206,9 +195,12 @@ class MlxBackend:
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
-        """Draft one continuation on the trunk, one token per forward."""
+    ) -> Generator[TreeLayer | None]:
+        """Draft one continuation on the trunk, one token per forward; with siblings, a tree."""
         trunk = self._sequences[sequence]
+        if options.siblings:
+            yield from self._draft_tree(trunk, pending, count, options)
+            return
         if self.ahead is not None and count and self._goes_ahead(trunk):
             desired = [*trunk.tokens[: trunk.committed], pending]
             keep = self._keep(trunk, desired, trunk.committed, len(desired), 1)
@@ -222,7 +214,7 @@ class MlxBackend:
             position = trunk.committed + len(tail)
             trunk.cut(position)
             [drafted] = draft_tokens(trunk.tops[position - 1], [position], trunk.sampling, options)
-            yield drafted
+            yield to_layer(drafted)
             tail = [*tail, drafted.token]
 
     def close(self, sequence: int) -> None:
@@ -231,11 +223,10 @@ class MlxBackend:
         if trunk is not None and sequence != TRIAL_SEQUENCE:
             self._prompts.keep(CachedPrefix(trunk.tokens, trunk.store))
 
-    def draft_tree(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    def _draft_tree(
+        self, trunk: Trunk, pending: int, count: int, options: RoundOptions
     ) -> Generator[TreeLayer | None]:
         """Draft a tree of one branch after the committed tokens."""
-        trunk = self._sequences[sequence]
         yield from self._feed(trunk, trunk.committed, [], rows=0)
         trunk.cut(trunk.committed)
         trunk.tree = Tree(trunk.committed, [])

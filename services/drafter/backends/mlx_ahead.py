@@ -16,7 +16,7 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Ids, has_filter
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
+from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
 from services.drafter.backends.mlx_rows import (
     PlainBranches,
@@ -113,7 +113,7 @@ class DepthsAhead:
 
     def draft(
         self, trunk: Trunk, tokens: Tokens, count: int, options: RoundOptions
-    ) -> Generator[DraftedToken]:
+    ) -> Generator[TreeLayer]:
         """Feed these to the trunk, cut to their position, and continue after them."""
         store, first = _slots(trunk), len(trunk.tokens) + len(tokens) + options.shift
         rules = _find_rules(trunk.sampling, np.array([first]), count, 1)
@@ -139,7 +139,7 @@ class DepthsAhead:
             if following is not None:
                 trunk.tokens.append(token)
                 current = following
-            yield DraftedToken(token, candidates[1])
+            yield TreeLayer([], [token], [candidates[1]])
 
     def _open_rows(self, store: KVStore, span: Span, depth: int) -> TracedRows | None:
         """Open replayed passes, one more than depths if there is room."""

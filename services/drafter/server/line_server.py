@@ -79,8 +79,8 @@ class LineServer:
             self._backend.commit(_CONTEXT, self._committed, self._context[self._committed :])
             self._committed = len(self._context)
             self._context.append(token)
-            draft = self._backend.draft(_CONTEXT, token, count)
-            drafts = [one.token for one in draft if one is not None]
+            layers = self._backend.draft(_CONTEXT, token, count)
+            drafts = [layer.tokens[0] for layer in layers if layer is not None]
         # The host decides how to continue; a partially updated context would mislead it.
         except Exception as error:  # noqa: BLE001
             _log.exception("DRAFT %d %d failed", token, count)

@@ -25,7 +25,7 @@ from services.distill.training import learning_rate
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.tools.build_drafter import assemble
-from tests.support.reference import said
+from tests.support.reference import drafts
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -219,7 +219,7 @@ def test_the_drafter_drafts(done: Run) -> None:
     backend = MlxBackend(done.out, prefill_step_size=16)
     for _ in backend.open(0, [0, 2, 20, 21], Sampling()):
         pass
-    drafted = [one.token for one in said(backend.draft(0, 22, 8))]
+    drafted = [one.token for one in drafts(backend.draft(0, 22, 8))]
     head = set(json.loads((done.out / "draft_head.json").read_text()))
     assert len(drafted) == 8
     assert set(drafted) <= head

@@ -15,13 +15,12 @@ from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.prompt_lookup import Continuations, find_continuations
-from protocol.decoding.token_tree import TokenTree, read_tree
+from protocol.decoding.token_tree import TokenTree
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
     BackendIdentity,
-    DraftedToken,
     Outcome,
     RoundOptions,
     TreeLayer,
@@ -43,7 +42,7 @@ class _Sequence:
 
 
 class LookupBackend:
-    """See `base.DraftBackend` and `base.TreeDrafting`.
+    """See `base.DraftBackend`.
 
     Args:
         folder: the target's, for grammars, which need its tokenizer; None: they are not heeded.
@@ -90,17 +89,6 @@ class LookupBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
-    ) -> Generator[TreeLayer]:
-        """A chain is the tree that does not fork."""
-        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
-
-    def prepare_tree(
-        self,
-        sequence: int,
         tree: TokenTree,
         fan_out: list[int],
         depth: int,
@@ -130,27 +118,20 @@ class LookupBackend:
                     drafts.append(found)
         yield from _layers(outcomes, drafts, forks=options.siblings > 0)
 
-    def draft_tree(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[TreeLayer]:
-        """What followed the latest similar places."""
-        known = self._sequences[sequence]
-        possible = partial(known.count_allowed, [pending])
-        most = 1 + options.siblings
-        found = find_continuations([*known.tokens, pending], count, most, possible)
-        if found.tokens:
-            yield from _layers([Outcome(0, pending)], [found], forks=True)
-
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken]:
-        """The continuation of the latest similar place."""
-        del options
+    ) -> Generator[TreeLayer]:
+        """What followed the latest similar place; with siblings, several such places."""
         known = self._sequences[sequence]
-        possible = partial(known.count_allowed, [pending])
-        draft, confidence = find_continuation([*known.tokens, pending], count, possible)
+        tokens, possible = [*known.tokens, pending], partial(known.count_allowed, [pending])
+        if options.siblings:
+            found = find_continuations(tokens, count, 1 + options.siblings, possible)
+            if found.tokens:
+                yield from _layers([Outcome(0, pending)], [found], forks=True)
+            return
+        draft, confidence = find_continuation(tokens, count, possible)
         for token in draft:
-            yield DraftedToken(token, confidence)
+            yield TreeLayer([], [token], [confidence])
 
     def close(self, sequence: int) -> None:
         """Forget the tokens."""

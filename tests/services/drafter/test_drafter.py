@@ -6,6 +6,7 @@ from itertools import islice, pairwise
 import pytest
 from msgspec.structs import replace
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError
 from protocol.messages import (
     END_OF_BRANCH,
@@ -29,6 +30,7 @@ from services.drafter.backends.base import (
     Outcome,
     RoundOptions,
     TreeLayer,
+    to_layer,
 )
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
@@ -70,13 +72,13 @@ class FakeBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         self.turns.append(options)
-        self.asked.append(("prepare", sequence, chain, fan_out, depth))
+        self.asked.append(("prepare", sequence, tree.tokens, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
             distributions = [self._distribution, NOT_DRAWN] if self._distribution.tokens else []
@@ -84,11 +86,11 @@ class FakeBackend:
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken]:
+    ) -> Generator[TreeLayer]:
         self.turns.append(options)
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
-            yield DraftedToken(20 + at, 0.25, self._distribution)
+            yield to_layer(DraftedToken(20 + at, 0.25, self._distribution))
 
     def close(self, sequence: int) -> None:
         self.asked.append(("close", sequence))
@@ -278,7 +280,7 @@ def test_a_confidence_is_a_probability(confidence: float, monkeypatch: pytest.Mo
     """Whatever rounding and extreme logits make of it: others would take it for hostile."""
     layer = TreeLayer(ROOTS, [1, 2], [confidence, 0.5])
     monkeypatch.setattr(FakeBackend, "prepare", lambda *_: iter([layer]))
-    monkeypatch.setattr(FakeBackend, "draft", lambda *_: iter([DraftedToken(1, confidence)]))
+    monkeypatch.setattr(FakeBackend, "draft", lambda *_: iter([TreeLayer([], [1], [confidence])]))
     drafter = opened(FakeBackend(0, 0))
     for message in (PREPARE, DRAFT):
         for answer in drafter.handle(message):

@@ -10,10 +10,11 @@ from protocol.decoding.gumbel import DRAFT, uniform
 from protocol.decoding.rejection import Distribution, drafter_distribution, draw_token
 from protocol.decoding.sampler import Floats
 from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import DraftDistribution, Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
-from tests.support.reference import reference, said, tiny_folder
+from tests.support.reference import drafts, reference, said, tiny_folder
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]
 CHAIN = [120, 7, 160]
@@ -60,7 +61,7 @@ def rows_after(tokens: Tokens) -> list[Floats]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
     """At each depth: the distribution of the branch's own prefix, and the position's own number."""
-    layers = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 3, TURN))
+    layers = said(opened(sampling).prepare(1, read_tree(CHAIN), [2, 1, 3], 3, TURN))
     assert len(layers) == 3
     for branch, root in enumerate(layers[0].outcomes):
         path = [*PROMPT, *CHAIN[: root.accepted + 1], root.bonus]
@@ -73,7 +74,7 @@ def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_outcomes_are_ranked_not_drawn(sampling: Sampling) -> None:
     """Prepared bonus tokens are the draft's likeliest, without the drafted one."""
-    [layer] = said(opened(sampling).prepare(1, CHAIN, [3, 3, 3], 1, TURN))
+    [layer] = said(opened(sampling).prepare(1, read_tree(CHAIN), [3, 3, 3], 1, TURN))
     rows = rows_after([*PROMPT, *CHAIN])[len(PROMPT) :]
     expected = []
     for accepted, row in enumerate(rows):
@@ -89,7 +90,7 @@ def test_outcomes_are_ranked_not_drawn(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_for_the_waiting_target_is_drawn_too(sampling: Sampling) -> None:
     """One distribution per token, of the prefix with the tokens drawn before it."""
-    drafted = said(opened(sampling).draft(1, CHAIN[0], 3, TURN))
+    drafted = drafts(opened(sampling).draft(1, CHAIN[0], 3, TURN))
     path = [*PROMPT, CHAIN[0]]
     for found in drafted:
         check(found, rows_after(path)[-1], len(path), sampling)
@@ -101,7 +102,9 @@ def test_rounds_draw_independently() -> None:
     flat = msgspec.structs.replace(WARM, draft_temperature=20.0)
 
     def tokens(number: int) -> Tokens:
-        return [d.token for d in said(opened(flat).draft(1, CHAIN[0], 4, RoundOptions(number, 3)))]
+        return [
+            d.token for d in drafts(opened(flat).draft(1, CHAIN[0], 4, RoundOptions(number, 3)))
+        ]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -118,8 +121,8 @@ def test_rounds_draw_independently() -> None:
 )
 def test_what_is_not_drawn_has_no_distribution(sampling: Sampling) -> None:
     """Coupled and greedy drafts are sent without distributions."""
-    [layer] = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 1, TURN))
+    [layer] = said(opened(sampling).prepare(1, read_tree(CHAIN), [2, 1, 3], 1, TURN))
     assert layer.distributions == []
     backend().commit(1, len(PROMPT), [])
-    [found] = said(backend().draft(1, CHAIN[0], 1, TURN))
+    [found] = drafts(backend().draft(1, CHAIN[0], 1, TURN))
     assert found.distribution == DraftDistribution()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from launch.settings.settings import StackSettings
 from protocol.decoding.sampler import sample
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import Mode, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
-    DraftedToken,
     Outcome,
     RoundOptions,
     Rows,
@@ -25,7 +25,7 @@ from services.drafter.backends.base import (
 )
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.sliding_context import SlidingContextBackend
-from tests.support.reference import reference, said, tiny_folder
+from tests.support.reference import drafts, reference, said, tiny_folder
 from tests.support.stack import Answered, RunningStack, running
 from tests.support.tiny_models import write_tiny_model
 
@@ -58,25 +58,25 @@ class Narrow:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         del fan_out
-        assert len(self.held[sequence]) + len(chain) + depth <= CONTEXT
+        assert len(self.held[sequence]) + len(tree) + depth <= CONTEXT
         self.turns.append(options)
         for _ in range(depth):
             yield TreeLayer([Outcome(0, 1)], [len(self.held[sequence]) + options.shift], [0.5])
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
+    ) -> Generator[TreeLayer | None]:
         del pending
         assert len(self.held[sequence]) + 1 + count <= CONTEXT
         self.turns.append(options)
         for _ in range(count):
-            yield DraftedToken(len(self.held[sequence]) + options.shift, 0.5)
+            yield TreeLayer([], [len(self.held[sequence]) + options.shift], [0.5])
 
     def close(self, sequence: int) -> None:
         self.held.pop(sequence, None)
@@ -105,7 +105,7 @@ def test_the_backend_has_the_last_tokens(
         backend.commit(1, base, news)
         tokens[base:] = news
         work: Iterator[object] = (
-            backend.prepare(1, [7] * (1 + accepted), [1], ahead, RoundOptions(3, 2))
+            backend.prepare(1, read_tree([7] * (1 + accepted)), [1], ahead, RoundOptions(3, 2))
             if ahead % 2
             else backend.draft(1, 7, ahead, RoundOptions(3, 2))
         )
@@ -130,7 +130,7 @@ def test_it_is_opened_anew_rarely() -> None:
     said(backend.open(1, [1], Sampling()))
     for position in range(1, 101):
         backend.commit(1, position, [5])
-        assert len(said(backend.prepare(1, [7], [1], 4))) == 4
+        assert len(said(backend.prepare(1, read_tree([7]), [1], 4))) == 4
     assert 8 <= inner.prefills <= 20
 
 
@@ -160,7 +160,7 @@ def test_states_come_with_the_tokens_that_are_given_again() -> None:
     for position in range(30, 100):
         backend.commit(1, position, [position])
         backend.read(1, position, np.array([[float(position)]]))
-        said(backend.prepare(1, [7], [1], 4))
+        said(backend.prepare(1, read_tree([7]), [1], 4))
         assert inner.told == dict(enumerate(map(float, inner.held[1])))
 
 
@@ -173,7 +173,7 @@ def test_states_that_come_while_nothing_is_drafted_do_not_pile_up() -> None:
         backend.read(1, position, np.array([[float(position)]]))
     assert len(backend._windows[1].states) == CONTEXT
     backend.commit(1, 30, list(range(30, 300)))
-    said(backend.prepare(1, [7], [1], 4))
+    said(backend.prepare(1, read_tree([7]), [1], 4))
     assert inner.told == dict(enumerate(map(float, inner.held[1])))
 
 
@@ -181,9 +181,9 @@ def test_what_no_window_holds_is_not_drafted() -> None:
     """A round longer than half a context gets nothing, and nothing breaks."""
     backend = SlidingContextBackend(Narrow())
     said(backend.open(1, [1, 2, 3], Sampling()))
-    assert said(backend.prepare(1, [7] * 8, [1], 8)) == []
-    assert said(backend.draft(1, 7, CONTEXT)) == []
-    assert len(said(backend.draft(1, 7, 2))) == 2
+    assert said(backend.prepare(1, read_tree([7] * 8), [1], 8)) == []
+    assert drafts(backend.draft(1, 7, CONTEXT)) == []
+    assert len(drafts(backend.draft(1, 7, 2))) == 2
 
 
 def test_it_has_no_limit_of_its_own() -> None:
@@ -219,11 +219,11 @@ def test_the_noise_is_that_of_the_sequences_positions(sampling: Sampling) -> Non
     backend = SlidingContextBackend(inner)
     tokens = [3 + (7 * i) % 251 for i in range(100)]
     said(backend.open(1, tokens, sampling))
-    [found] = said(backend.draft(1, 9, 1))
+    [found] = drafts(backend.draft(1, 9, 1))
     window = [*tokens[-16:], 9]
     row = reference("llama").rows([window])[0][-1:]
     assert sample(row, [len(tokens) + 1], sampling) == [found.token]
-    layers = said(backend.prepare(1, [9], [3], 2))
+    layers = said(backend.prepare(1, read_tree([9]), [3], 2))
     path = [*window, layers[0].outcomes[0].bonus]
     assert sample(row, [len(tokens) + 1], sampling) == path[-1:]
     for depth, layer in enumerate(layers):

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import OutOfMemory
 from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
 from protocol.process.free_memory import FreeMemory
@@ -170,7 +171,7 @@ def test_branches_that_do_not_fit_are_not_grown(
     # More is held on CUDA: the two tokens before the branches take 90 MB there, not 29.
     free.bytes = pass_memory._RESERVE + (110 if mx.cuda.is_available() else 60) * MB
     with pytest.raises(OutOfMemory, match=f"a pass over 16 tokens needs .* {LIMIT} leaves"):
-        list(drafter.prepare(1, [7, 8], [8, 8], 2))
+        list(drafter.prepare(1, read_tree([7, 8]), [8, 8], 2))
 
 
 def test_what_parts_of_a_long_attention_find_is_reckoned(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import OutOfMemory
 from protocol.messages import (
     CloseSequence,
@@ -277,12 +278,12 @@ def test_trees_of_several_sequences_grow_in_turns(family: str) -> None:
     alone = []
     for prompt, chain, fan_out in zip(PROMPTS, chains, fan_outs, strict=True):
         list(backend.open(0, list(prompt), SAMPLINGS["sampled"]))
-        alone.append(said(backend.prepare(0, chain, fan_out, depth=3)))
+        alone.append(said(backend.prepare(0, read_tree(chain), fan_out, depth=3)))
         backend.close(0)
     for number, prompt in enumerate(PROMPTS):
         list(backend.open(number, list(prompt), SAMPLINGS["sampled"]))
     work = [
-        backend.prepare(number, chain, fan_out, depth=3)
+        backend.prepare(number, read_tree(chain), fan_out, depth=3)
         for number, (chain, fan_out) in enumerate(zip(chains, fan_outs, strict=True))
     ]
     grown: list[list[Any]] = [[] for _ in work]

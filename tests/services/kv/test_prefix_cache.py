@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import (
     CloseSequence,
     OpenSequence,
@@ -24,7 +25,7 @@ from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, load, windows_of
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, said, tiny_folder, tiny_verifier
+from tests.support.reference import SAMPLINGS, drafts, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, SLOTTED
 
 TEXT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64, 5, 120, 31, 88, 160, 3)
@@ -126,14 +127,14 @@ def test_a_drafter_reuses_its_own_kv(family: str) -> None:
     kept = MlxBackend(tiny_folder(family), 512, "", PrefixCache(10, MUCH))
     fresh = MlxBackend(tiny_folder(family), 512)
     list(kept.open(1, list(TEXT), Sampling()))
-    list(kept.prepare(1, [9, 8, 7], [1, 2, 1], 3))
+    list(kept.prepare(1, read_tree([9, 8, 7]), [1, 2, 1], 3))
     kept.close(1)
     prompt = [*TEXT, 9, 8, 5, 4]
-    drafts = []
+    found = []
     for backend in (kept, fresh):
         list(backend.open(2, prompt, Sampling()))
-        drafts.append([one.token for one in said(backend.draft(2, 120, 5))])
-    assert drafts[0] == drafts[1]
+        found.append([one.token for one in drafts(backend.draft(2, 120, 5))])
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- the store

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS, read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.base import RoundOptions, TreeLayer
@@ -66,7 +66,7 @@ def test_a_warm_drafter_prepares_what_a_cold_one_does() -> None:
     def layers(backend: MlxBackend) -> Iterator[TreeLayer]:
         for _ in backend.open(1, PROMPT, Sampling()):
             pass
-        yield from backend.prepare(1, [23, 24], [3, 3], 2, RoundOptions(1))
+        yield from backend.prepare(1, read_tree([23, 24]), [3, 3], 2, RoundOptions(1))
 
     warm, cold = (MlxBackend(tiny_folder("llama"), 512) for _ in range(2))
     run_all(warm_drafter(warm))
@@ -82,7 +82,7 @@ def test_a_broken_model_is_left_to_its_requests(tmp_path: Path) -> None:
     for _ in backend.open(1, PROMPT, Sampling()):
         pass
     with pytest.raises(NotNumbers, match="drafter"):
-        list(backend.prepare(1, [23], [2], 2))
+        list(backend.prepare(1, read_tree([23]), [2], 2))
     with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
         verifier = Verifier(load(folder), 512)
     run_all(warm_verifier(verifier))

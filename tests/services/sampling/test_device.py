@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding import sampler
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
 from services.kernels.cpu.choice import choose_tokens
@@ -17,7 +18,7 @@ from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
 from services.verifier.verifier import Verifier
-from tests.support.reference import for_the_cpu, plain, said, tiny_folder
+from tests.support.reference import drafts, for_the_cpu, plain, said, tiny_folder
 
 SAMPLINGS = [
     Sampling(),
@@ -156,12 +157,12 @@ def test_a_drafter_on_a_gpu_drafts_the_same(sampling: Sampling) -> None:
         list(backend.open(1, [5, 9, 33, 71], sampling))
         found = []
         for chain in ([12, 40, 41], [12, 40, 17]):
-            for layer in backend.prepare(1, chain, [3, 3, 4], 3):
+            for layer in backend.prepare(1, read_tree(chain), [3, 3, 4], 3):
                 found.append((list(layer.outcomes), layer.tokens))
         branch = found[-1][0][-1]
         backend.commit(1, 4, [12, 40, 17])
         pending = branch.bonus  # type: ignore[attr-defined]
-        found += [([d.confidence > 0], [d.token]) for d in backend.draft(1, pending, 3)]
+        found += [([d.confidence > 0], [d.token]) for d in drafts(backend.draft(1, pending, 3))]
         return found
 
     on_host = trees()

@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_rejection
-from protocol.decoding.token_tree import TokenTree, read_tree
+from protocol.decoding.token_tree import TokenTree
 from protocol.heads import HeadDescription
 from protocol.messages import FeatureRequest, Sampling, Tokens
 from services.drafter.backends.base import (
@@ -172,17 +172,6 @@ class BlockBackend:
     def prepare(
         self,
         sequence: int,
-        chain: Tokens,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
-    ) -> Generator[TreeLayer | None]:
-        """Prepare a chain as a tree without branches."""
-        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
-
-    def prepare_tree(
-        self,
-        sequence: int,
         tree: TokenTree,
         fan_out: list[int],
         depth: int,
@@ -216,17 +205,6 @@ class BlockBackend:
         yield from self._grow(known, roots, growth, at=at, depth=depth, options=options)
 
     def draft(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
-        """Draft one block."""
-        chain = options._replace(siblings=0)
-        for layer in self.draft_tree(sequence, pending, count, chain):
-            if layer is None:
-                yield None
-            else:
-                yield DraftedToken(layer.tokens[0], layer.confidences[0], *layer.distributions)
-
-    def draft_tree(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
         """Draft one block, in which paths may branch."""

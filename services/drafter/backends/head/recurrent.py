@@ -27,7 +27,6 @@ from protocol.heads import HeadDescription
 from protocol.messages import FeatureRequest, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
-    DraftedToken,
     RoundOptions,
     Rows,
     TreeLayer,
@@ -132,8 +131,6 @@ class RecurrentBackend(MlxBackend):
         unit: the compute unit, if known.
     """
 
-    _replays = False
-
     _feeds_by_depth = True
 
     def __init__(
@@ -181,7 +178,7 @@ class RecurrentBackend(MlxBackend):
             trunk.settled = min(trunk.settled, max(0, base - trunk.first))
         trunk.sequence[base:] = tokens
 
-    def prepare_tree(
+    def prepare(
         self,
         sequence: int,
         tree: TokenTree,
@@ -191,21 +188,14 @@ class RecurrentBackend(MlxBackend):
     ) -> Generator[TreeLayer | None]:
         """Grow branches as `MlxBackend` does."""
         shifted = self._begin(self._own(sequence), options)
-        yield from super().prepare_tree(sequence, tree, fan_out, depth, shifted)
+        yield from super().prepare(sequence, tree, fan_out, depth, shifted)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[DraftedToken | None]:
+    ) -> Generator[TreeLayer | None]:
         """Draft as `MlxBackend` does."""
         shifted = self._begin(self._own(sequence), options)
         yield from super().draft(sequence, pending, count, shifted)
-
-    def draft_tree(
-        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
-    ) -> Generator[TreeLayer | None]:
-        """Draft a tree as `MlxBackend` does."""
-        shifted = self._begin(self._own(sequence), options)
-        yield from super().draft_tree(sequence, pending, count, shifted)
 
     def close(self, sequence: int) -> None:
         """Free the KV."""

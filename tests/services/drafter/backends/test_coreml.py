@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("coremltools")
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import Outcome, TreeLayer
@@ -16,7 +17,7 @@ from tests.support.converted import (
     converted_model,
     source_folder,
 )
-from tests.support.reference import SAMPLINGS
+from tests.support.reference import SAMPLINGS, drafts
 
 PROMPT: Tokens = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]
 
@@ -31,15 +32,15 @@ def opened(backend: CoremlBackend, tokens: Tokens, sampling: Sampling | None = N
     return 1
 
 
-def drafts(backend: CoremlBackend, pending: int, count: int) -> Tokens:
-    return [draft.token for draft in backend.draft(1, pending, count)]
+def drafted(backend: CoremlBackend, pending: int, count: int) -> Tokens:
+    return [draft.token for draft in drafts(backend.draft(1, pending, count))]
 
 
 def fresh_drafts(prefix: Tokens, count: int, sampling: Sampling) -> Tokens:
     """Drafts after `prefix` from a sequence that knows nothing else."""
     backend = backend_of()
     opened(backend, prefix[:-1], sampling)
-    return drafts(backend, prefix[-1], count)
+    return drafted(backend, prefix[-1], count)
 
 
 def check_layers(
@@ -59,31 +60,31 @@ def test_rounds_draft_as_from_scratch(name: str) -> None:
     backend = backend_of()
     opened(backend, PROMPT, sampling)
     committed, chain = list(PROMPT), [40]
-    layers = list(backend.prepare(1, chain, [3], depth=3))
+    layers = list(backend.prepare(1, read_tree(chain), [3], depth=3))
     check_layers(layers, committed, chain, sampling)
     # A hit: the next chain is a branch that was drafted.
     bonus = layers[0].outcomes[1].bonus
     backend.commit(1, len(committed), chain)
     committed += chain
     chain = [bonus, *(layer.tokens[1] for layer in layers)]
-    layers = list(backend.prepare(1, chain, [2, 1, 1, 2], depth=2))
+    layers = list(backend.prepare(1, read_tree(chain), [2, 1, 1, 2], depth=2))
     check_layers(layers, committed, chain, sampling)
     # A miss after two accepted tokens.
     backend.commit(1, len(committed), chain[:3])
     committed += chain[:3]
-    layers = list(backend.prepare(1, [77], [2], depth=2))
+    layers = list(backend.prepare(1, read_tree([77]), [2], depth=2))
     check_layers(layers, committed, [77], sampling)
     # The orchestrator may rewind what it had called committed.
     backend.commit(1, 10, [5, 6])
-    assert fresh_drafts([*committed[:10], 5, 6, 9], 3, sampling) == drafts(backend, 9, 3)
+    assert fresh_drafts([*committed[:10], 5, 6, 9], 3, sampling) == drafted(backend, 9, 3)
 
 
 def test_outcomes_are_the_best_bonuses_without_the_rejected() -> None:
     """Of each row the best tokens; never the drafted one, which would have been accepted."""
     backend = backend_of()
     opened(backend, PROMPT)
-    first = next(backend.draft(1, 40, 1)).token
-    [layer] = backend.prepare(1, [40, first], [2, 3], depth=1)
+    first = next(backend.draft(1, 40, 1)).tokens[0]
+    [layer] = backend.prepare(1, read_tree([40, first]), [2, 3], depth=1)
     assert [outcome.accepted for outcome in layer.outcomes] == [0, 0, 1, 1, 1]
     assert Outcome(0, first) not in layer.outcomes
 
@@ -92,7 +93,7 @@ def test_more_branches_than_a_call_takes() -> None:
     """A depth of more branches is several calls; none sees another's tokens."""
     backend = backend_of()
     opened(backend, PROMPT)
-    layers = list(backend.prepare(1, [40], [BRANCHES + 3], depth=2))
+    layers = list(backend.prepare(1, read_tree([40]), [BRANCHES + 3], depth=2))
     assert len(layers[0].outcomes) == BRANCHES + 3
     check_layers(layers, PROMPT, [40], Sampling())
 
@@ -101,11 +102,11 @@ def test_nothing_is_written_to_committed_slots() -> None:
     """A round changes no row of the state that belongs to a committed token."""
     backend = backend_of()
     opened(backend, PROMPT)
-    list(backend.prepare(1, [40, 41], [2, 2], depth=2))
+    list(backend.prepare(1, read_tree([40, 41]), [2, 2], depth=2))
     backend.commit(1, len(PROMPT), [40, 41])
     state = backend._sequences[1].state[0]
     before = {name: array[:, :, : len(PROMPT) + 2].copy() for name, array in state.items()}
-    list(backend.prepare(1, [50, 51, 52], [3, 3, 3], depth=3))
+    list(backend.prepare(1, read_tree([50, 51, 52]), [3, 3, 3], depth=3))
     list(backend.draft(1, 50, 4))
     for name, array in state.items():
         assert (before[name] == array[:, :, : len(PROMPT) + 2]).all()
@@ -116,7 +117,7 @@ def test_a_sequence_opened_again_knows_nothing_of_the_first() -> None:
     backend = backend_of()
     opened(backend, [200] * 30)
     opened(backend, PROMPT)
-    assert fresh_drafts([*PROMPT, 40], 4, Sampling()) == drafts(backend, 40, 4)
+    assert fresh_drafts([*PROMPT, 40], 4, Sampling()) == drafted(backend, 40, 4)
 
 
 @pytest.mark.parametrize("length", [SLOTS - 12, SLOTS - 3, SLOTS, SLOTS + 40])
@@ -125,8 +126,8 @@ def test_a_full_state_ends_drafting_quietly(length: int) -> None:
     backend = backend_of()
     text = [int(4 + 7 * i % 270) for i in range(length)]
     opened(backend, text)
-    layers = list(backend.prepare(1, [40], [3], depth=6))
-    found = drafts(backend, 40, 6)
+    layers = list(backend.prepare(1, read_tree([40]), [3], depth=6))
+    found = drafted(backend, 40, 6)
     assert len(layers) <= max(0, (SLOTS - length) // BRANCHES)
     assert len(found) == min(6, max(0, SLOTS - length))
     if found:
@@ -142,7 +143,7 @@ def test_mlx_backend_drafts_the_same(trimmed: bool) -> None:  # noqa: FBT001  # 
     for backend in (converted, native):
         for _ in backend.open(1, PROMPT, Sampling()):
             pass
-        found.append(list(backend.prepare(1, [40, 41], [2, 2], depth=3)))
+        found.append(list(backend.prepare(1, read_tree([40, 41]), [2, 2], depth=3)))
     for ours, theirs in zip(*found, strict=True):
         assert theirs.outcomes == ours.outcomes
         assert theirs.tokens == ours.tokens
@@ -163,14 +164,14 @@ def test_shaped_drafts_are_those_of_the_mlx_backend() -> None:
         for _ in backend.open(1, PROMPT, sampling):
             pass
         # Of 204, rejected here, no penalty may be left: it is among the drafts after the rewind.
-        layers = list(backend.prepare(1, [40, 204], [2, 2], depth=3))
+        layers = list(backend.prepare(1, read_tree([40, 204]), [2, 2], depth=3))
         backend.commit(1, len(PROMPT), [40, 99])
-        tail = [draft.token for draft in backend.draft(1, 7, 5) if draft is not None]
+        tail = [draft.token for draft in drafts(backend.draft(1, 7, 5))]
         found.append(([layer.tokens for layer in layers if layer is not None], tail))
     assert found[1] == found[0]
     unshaped = backend_of()
     opened(unshaped, [*PROMPT, 40, 99])
-    assert drafts(unshaped, 7, 5) != found[0][1]
+    assert drafted(unshaped, 7, 5) != found[0][1]
 
 
 def test_unknown_sequences_and_impossible_rewinds_are_refused() -> None:

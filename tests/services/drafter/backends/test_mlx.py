@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from protocol.decoding.gumbel import gumbel
 from protocol.decoding.sampler import Floats, filter_tokens, has_filter
+from protocol.decoding.token_tree import read_tree
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
@@ -28,7 +29,7 @@ from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable
 from tests.properties import examples
 from tests.support.families.layered import RECURRENT_DRAFTERS
-from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
+from tests.support.reference import SAMPLINGS, Reference, drafts, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
 VOCABULARY = 288
@@ -198,9 +199,9 @@ class Line:
             self._rewrite(played)
 
     def _draft(self, played: Round) -> None:
-        drafts = self.setup.backend.draft(self.number, self.pending, played.depth)
-        drafted = list(islice((one for one in drafts if one is not None), played.layers))
-        drafts.close()
+        layers = self.setup.backend.draft(self.number, self.pending, played.depth)
+        drafted = drafts(islice((one for one in layers if one is not None), played.layers))
+        layers.close()
         assert len(drafted) == min(played.depth, played.layers)
         self.next_draft = [token for token, *_ in drafted]
         prefix = [*self.committed, self.pending]
@@ -212,7 +213,7 @@ class Line:
     def _prepare(self, played: Round) -> list[TreeLayer]:
         chain = [self.pending, *self.next_draft]
         tree = self.setup.backend.prepare(
-            self.number, chain, list(played.fan_out[: len(chain)]), played.depth
+            self.number, read_tree(chain), list(played.fan_out[: len(chain)]), played.depth
         )
         layers = list(islice((layer for layer in tree if layer is not None), played.layers))
         tree.close()
@@ -336,28 +337,28 @@ def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
     setup, number = setup_of("llama"), next(NUMBERS)
     backend = setup.backend
     list(backend.open(number, list(PROMPT), Sampling()))
-    *_, layer = said(backend.prepare(number, [120, 160], [2, 2], depth=2))
+    *_, layer = said(backend.prepare(number, read_tree([120, 160]), [2, 2], depth=2))
     filter_tokens = list(PROMPT[: len(PROMPT) - back])
     for root in layer.outcomes:
         backend.commit(number, len(filter_tokens), [])
-        drafted = said(backend.draft(number, root.bonus, 2))
+        drafted = drafts(backend.draft(number, root.bonus, 2))
         [distributions] = setup.distributions(
             [[*filter_tokens, root.bonus, drafted[0].token]], Sampling()
         )
         for distribution, token in zip(distributions[len(filter_tokens) :], drafted, strict=True):
             distribution.check_drafted(token)
         backend.commit(number, len(filter_tokens), [])
-        said(backend.prepare(number, [120, 160], [2, 2], depth=2))
+        said(backend.prepare(number, read_tree([120, 160]), [2, 2], depth=2))
 
 
 def test_candidates_of_replaced_tokens_are_forgotten() -> None:
     """Tokens that came by `commit`, were taken back, and are now the chain, fork anew."""
     setup, number = setup_of("llama"), next(NUMBERS)
     list(setup.backend.open(number, list(PROMPT), Sampling()))
-    said(setup.backend.prepare(number, [120, 160], [3, 3], depth=1))
+    said(setup.backend.prepare(number, read_tree([120, 160]), [3, 3], depth=1))
     setup.backend.commit(number, len(PROMPT), [50, 60])
     setup.backend.commit(number, len(PROMPT), [])
-    [layer] = said(setup.backend.prepare(number, [50, 60], [0, 3], depth=1))
+    [layer] = said(setup.backend.prepare(number, read_tree([50, 60]), [0, 3], depth=1))
     [distributions] = setup.distributions([[*PROMPT, 50, 60]], Sampling())
     distributions[-1].check_best([root.bonus for root in layer.outcomes])
 
@@ -405,7 +406,7 @@ def test_a_head_narrower_than_the_fan_out(tmp_path: Path, ids: Tokens) -> None:
     backend = trimmed(tmp_path, "llama", ids).backend
     for number, sampling in enumerate(SAMPLINGS.values()):
         list(backend.open(number, list(PROMPT), sampling))
-        [layer] = said(backend.prepare(number, [120, 160], [9, 9], depth=1))
+        [layer] = said(backend.prepare(number, read_tree([120, 160]), [9, 9], depth=1))
         expected = {(0, token) for token in ids if token != 160} | {(1, token) for token in ids}
         assert expected == set(layer.outcomes)
         assert len(expected) == len(layer.outcomes)
@@ -465,19 +466,19 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     # Nobody waits for it: on CUDA a chunk may be twice a step.
     assert fed == ([10, 2] if compute_unit() == "cuda" else [5, 5, 2])
     fed.clear()
-    layers = said(backend.prepare(number, [120, 7, 160], [2, 0, 2], depth=3))
+    layers = said(backend.prepare(number, read_tree([120, 7, 160]), [2, 0, 2], depth=3))
     assert fed == [3, 4, 4, 4]
     fed.clear()
     [root] = [index for index, root in enumerate(layers[0].outcomes) if root.accepted == 2][:1]
     backend.commit(number, len(PROMPT), [120, 7, 160])
     chain = [layers[0].outcomes[root].bonus, *branch_of(layers, root)]
-    said(backend.prepare(number, chain, [1], depth=1))
+    said(backend.prepare(number, read_tree(chain), [1], depth=1))
     assert fed == [1, 1]
     fed.clear()
-    said(backend.prepare(number, chain, [1], depth=1))
+    said(backend.prepare(number, read_tree(chain), [1], depth=1))
     assert fed == [1]
     fed.clear()
-    drafted = said(backend.draft(number, chain[0], 3))
+    drafted = drafts(backend.draft(number, chain[0], 3))
     assert chain[1:] == [token for token, *_ in drafted]
     # Where depths are begun ahead, a draft begins with the pending token itself.
     assert fed == ([1, 1] if backend.ahead is None else [1, 1, 1])
@@ -502,7 +503,7 @@ def test_an_empty_prompt_can_be_drafted_for() -> None:
     setup, number = setup_of("llama"), next(NUMBERS)
     told: Tokens = []
     list(setup.backend.open(number, told, Sampling()))
-    [drafted] = said(setup.backend.draft(number, 120, 1))
+    [drafted] = drafts(setup.backend.draft(number, 120, 1))
     assert told == []
     [[distribution]] = setup.distributions([[120]], Sampling())
     distribution.check_drafted(drafted)
@@ -516,7 +517,7 @@ def test_unknown_sequences_are_refused() -> None:
     backend.close(number)
     asked: list[Callable[[], object]] = [
         lambda: backend.commit(number, 0, []),
-        lambda: next(backend.prepare(number, [1], [1], 1)),
+        lambda: next(backend.prepare(number, read_tree([1]), [1], 1)),
         lambda: next(backend.draft(number, 1, 1)),
     ]
     for ask in asked:
@@ -528,7 +529,7 @@ def test_tokens_that_were_never_told_cannot_be_kept() -> None:
     """A `base` beyond the committed tokens is a ProtocolError, although the trunk is longer."""
     backend, number = setup_of("llama").backend, next(NUMBERS)
     list(backend.open(number, list(PROMPT), Sampling()))
-    said(backend.prepare(number, [120, 7, 160], [1], 1))
+    said(backend.prepare(number, read_tree([120, 7, 160]), [1], 1))
     with pytest.raises(ProtocolError, match="cannot rewind 12 tokens to 13"):
         backend.commit(number, 13, [])
     backend.commit(number, 12, [120])

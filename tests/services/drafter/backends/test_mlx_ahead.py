@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.drafter.backends import mlx_ahead
 from services.drafter.backends.base import DraftedToken, RoundOptions, TreeLayer
@@ -27,7 +28,7 @@ from tests.services.drafter.backends.test_mlx import (
     rounds,
     trimmed,
 )
-from tests.support.reference import SAMPLINGS, said, tiny_folder
+from tests.support.reference import SAMPLINGS, drafts, said, tiny_folder
 
 NUMBERS = count(20_000)
 LEAVES = RoundOptions(siblings=2)
@@ -107,7 +108,7 @@ def test_a_head_of_few_tokens(tmp_path: Path, ids: Tokens) -> None:
     backend = as_on_a_gpu(tmp_path)
     for sampling in SAMPLINGS.values():
         list(backend.open(1, list(PROMPT), sampling))
-        layers = said(backend.prepare(1, [120], [2], 3, RoundOptions(siblings=4)))
+        layers = said(backend.prepare(1, read_tree([120]), [2], 3, RoundOptions(siblings=4)))
         branches = len(layers[0].outcomes)
         for layer in layers:
             assert set(layer.tokens) <= set(ids)
@@ -121,9 +122,9 @@ def test_waiting_and_not_waiting_draft_the_same(sampling: Sampling) -> None:
 
     def draft(backend: MlxBackend) -> tuple[list[TreeLayer], list[DraftedToken]]:
         list(backend.open(1, list(PROMPT), sampling))
-        layers = said(backend.prepare(1, [120, 7, 160], [3, 3, 4], 4))
+        layers = said(backend.prepare(1, read_tree([120, 7, 160]), [3, 3, 4], 4))
         backend.commit(1, len(PROMPT), [120, 7, 160])
-        return layers, said(backend.draft(1, layers[0].outcomes[-1].bonus, 5))
+        return layers, drafts(backend.draft(1, layers[0].outcomes[-1].bonus, 5))
 
     folder = tiny_folder("llama")
     waiting = as_on_a_gpu(folder)
@@ -144,7 +145,7 @@ def test_a_depth_begins_before_the_last_one_is_told() -> None:
     backend, begun = as_on_a_gpu(tiny_folder("llama")), []
     list(backend.open(1, list(PROMPT), Sampling()))
     with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
-        for _ in backend.prepare(1, [120, 7], [2, 2], 3):
+        for _ in backend.prepare(1, read_tree([120, 7]), [2, 2], 3):
             begun.append(chosen.call_count)
         for _ in backend.draft(1, 99, 3):
             begun.append(chosen.call_count)
@@ -155,7 +156,7 @@ def test_what_was_in_work_is_adopted() -> None:
     """A tree that is left after its first layer holds that layer's tokens, too."""
     backend = as_on_a_gpu(tiny_folder("llama"))
     list(backend.open(1, list(PROMPT), Sampling()))
-    layers = backend.prepare(1, [120], [2], 4)
+    layers = backend.prepare(1, read_tree([120]), [2], 4)
     first = next(layers)
     layers.close()  # type: ignore[attr-defined]
     assert first is not None
@@ -178,8 +179,8 @@ def test_what_is_waited_for(case: str) -> None:
     backend = as_on_a_gpu(tiny_folder("llama"))
     list(backend.open(1, list(PROMPT), WAITED[case]))
     with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
-        assert len(said(backend.prepare(1, [120, 7], [2, 2], 3))) == 3
-        assert len(said(backend.draft(1, 99, 3))) == 3
+        assert len(said(backend.prepare(1, read_tree([120, 7]), [2, 2], 3))) == 3
+        assert len(drafts(backend.draft(1, 99, 3))) == 3
     assert not chosen.called
 
 
@@ -192,7 +193,7 @@ def test_a_pass_that_does_not_fit_leaves_the_trunk_as_it_was() -> None:
     """The refusal of the second pass of a draft ends it; the next one is what it would be."""
     backend = as_on_a_gpu(tiny_folder("llama"))
     list(backend.open(1, list(PROMPT), Sampling()))
-    expected = said(backend.draft(1, 120, 4))
+    expected = drafts(backend.draft(1, 120, 4))
     model, calls = backend._model, count()
 
     def fail(*arguments: Any, **rest: Any) -> Any:
@@ -202,7 +203,7 @@ def test_a_pass_that_does_not_fit_leaves_the_trunk_as_it_was() -> None:
 
     assert backend.ahead is not None
     with patch.object(backend.ahead, "_model", fail), pytest.raises(ValueError, match="not fit"):
-        said(backend.draft(1, 120, 4))
+        drafts(backend.draft(1, 120, 4))
     known = backend._sequences[1]
     assert known.store.length == len(known.tokens)
-    assert said(backend.draft(1, 120, 4)) == expected
+    assert drafts(backend.draft(1, 120, 4)) == expected

@@ -14,6 +14,7 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from orchestrator.sequence.limits import Limits
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
@@ -125,7 +126,7 @@ def draft_in_turns(backend: MlxBackend, numbers: Sequence[int]) -> list[list[Tok
     """The tokens of each depth behind these prompts, a depth of one after one of another."""
     for number in numbers:
         list(backend.open(number, [7 * number + at for at in range(9)], SAMPLINGS["sampled"]))
-    work = [backend.prepare(number, [120 + number, 7], [3, 2], 3) for number in numbers]
+    work = [backend.prepare(number, read_tree([120 + number, 7]), [3, 2], 3) for number in numbers]
     layers: list[list[Tokens]] = [[] for _ in numbers]
     for found in zip_longest(*work):
         for own, layer in zip(layers, found, strict=True):
@@ -162,7 +163,7 @@ def test_what_goes_beyond_the_traced_slots(
     drafts = []
     for backend in (setup_of("llama").backend, MlxBackend(tiny_folder("llama"), 512)):
         list(backend.open(1, prompt, Sampling()))
-        layers = said(backend.prepare(1, [120, 7], [3, 3], 4))
+        layers = said(backend.prepare(1, read_tree([120, 7]), [3, 3], 4))
         drafts.append([(layer.outcomes, layer.tokens) for layer in layers])
         backend.close(1)
     assert drafts[0] == drafts[1]
@@ -172,7 +173,10 @@ def test_what_goes_beyond_the_traced_slots(
 def test_more_branches_than_any_trace_has_rows(replayed: list[int]) -> None:
     backend = setup_of("llama").backend
     list(backend.open(1, list(PROMPT), Sampling()))
-    assert [len(one.tokens) for one in said(backend.prepare(1, [120], [33], 2))] == [33, 33]
+    assert [len(one.tokens) for one in said(backend.prepare(1, read_tree([120]), [33], 2))] == [
+        33,
+        33,
+    ]
     assert replayed == [1]  # the chain
     backend.close(1)
 
@@ -183,7 +187,7 @@ def test_forks_keep_their_own_tokens(replayed: list[int]) -> None:
     list(backend.open(1, list(PROMPT), Sampling()))
     fork = backend._sequences[1].store.fork(len(PROMPT))
     before = [np.array(array) for array in fork.arrays]
-    said(backend.prepare(1, [120, 7], [3, 3], 4))
+    said(backend.prepare(1, read_tree([120, 7]), [3, 3], 4))
     said(backend.draft(1, 99, 4))
     assert replayed
     for array, held in zip(fork.arrays, before, strict=True):
@@ -198,7 +202,7 @@ def test_a_trace_that_is_not_faster_is_not_used() -> None:
     backend = as_on_a_gpu(tiny_folder("llama"))
     assert trace(backend, worthwhile=0.0)._shapes == set()
     list(backend.open(1, list(PROMPT), Sampling()))
-    assert len(said(backend.prepare(1, [120], [3], 2, RoundOptions()))) == 2
+    assert len(said(backend.prepare(1, read_tree([120]), [3], 2, RoundOptions()))) == 2
 
 
 def test_a_wrong_trace_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,7 +64,7 @@ class Line:
         """Prepare, and check every candidate and every drafted token."""
         self.commit()
         grown = Grown()
-        layers = said(self.setup.backend.prepare_tree(self.number, tree, fan_out, depth, OPTIONS))
+        layers = said(self.setup.backend.prepare(self.number, tree, fan_out, depth, OPTIONS))
         assert len(layers) == (depth if any(fan_out) else 0)
         families = [siblings for layer in layers for siblings in grown.add(layer)]
         starts = [[*tree.tokens_to(o.accepted), o.bonus] for o in grown.outcomes]
@@ -172,7 +172,7 @@ def test_what_was_fed_behind_a_side_row_is_adopted(monkeypatch: pytest.MonkeyPat
     best = min(p for p in grown.paths if p[0] == place and len(p) == 4)
     line.commit()
     chain = [grown.outcomes[place].bonus, *best[1:]]
-    said(backend.prepare(line.number, chain, [1] * len(chain), 1))
+    said(backend.prepare(line.number, read_tree(chain), [1] * len(chain), 1))
     assert fed == [chain[3:]]
     backend.close(line.number)
 
@@ -183,7 +183,7 @@ def test_a_draft_that_is_waited_for_may_fork(sampling: Sampling) -> None:
     line = Line(setup_of("llama"), sampling)
     grown = Grown()
     families: list[list[tuple[int, ...]]] = []
-    for layer in said(line.setup.backend.draft_tree(line.number, 120, 4, OPTIONS)):
+    for layer in said(line.setup.backend.draft(line.number, 120, 4, OPTIONS)):
         assert layer.outcomes == [Outcome(0, 120)]
         families += grown.add(layer)
     line.check([[120]], families, grown.paths)
@@ -196,7 +196,7 @@ def test_a_draft_that_is_waited_for_may_fork(sampling: Sampling) -> None:
 def test_without_siblings_branches_are_what_they_were() -> None:
     """A chain, no siblings: one token for each outcome, and no parents in any layer."""
     line = Line(setup_of("llama"), Sampling())
-    layers = said(line.setup.backend.prepare(line.number, [120, 7, 160], [2, 1, 2], 4))
+    layers = said(line.setup.backend.prepare(line.number, read_tree([120, 7, 160]), [2, 1, 2], 4))
     assert [len(layer.tokens) for layer in layers] == [5] * 4
     assert all(layer.parents == [] for layer in layers)
     line.setup.backend.close(line.number)
@@ -206,7 +206,7 @@ def test_under_the_rejection_rule_nothing_forks() -> None:
     """What is drawn has no siblings."""
     line = Line(setup_of("llama"), Sampling(temperature=0.8, acceptance="rejection"))
     tree = read_tree([120, 7], [])
-    layers = said(line.setup.backend.prepare_tree(line.number, tree, [2, 2], 3, OPTIONS))
+    layers = said(line.setup.backend.prepare(line.number, tree, [2, 2], 3, OPTIONS))
     assert all(layer.parents == [] and len(layer.tokens) == 4 for layer in layers)
     assert all(len(layer.distributions) == 4 for layer in layers)
     line.setup.backend.close(line.number)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
     CloseSequence,
@@ -32,6 +33,7 @@ from services.drafter.backends.line_client import LineBackend
 from services.drafter.relay.process import DrafterProcess
 from services.drafter.server.line_server import LineServer
 from tests.services.drafter.lookup_backend import LookupBackend
+from tests.support.reference import drafts
 
 pytestmark = pytest.mark.processes
 
@@ -226,14 +228,16 @@ def opened(program: DrafterProcess, answer_s: float = PATIENCE_S) -> LineBackend
 
 def grown(drafter: LineBackend, chain: Tokens) -> list[TreeLayer]:
     fan_out = [1] * len(chain)
-    return [layer for layer in drafter.prepare(1, chain, fan_out, 2) if layer is not None]
+    return [
+        layer for layer in drafter.prepare(1, read_tree(chain), fan_out, 2) if layer is not None
+    ]
 
 
 def test_a_line_server_is_driven_by_its_context() -> None:
     """Drafts follow the committed tokens; one branch is prepared where it leaves the chain."""
     with line_server("good") as program:
         drafter = opened(program)
-        found = [d.token for d in drafter.draft(1, 9, 3) if d is not None]
+        found = [d.token for d in drafts(drafter.draft(1, 9, 3))]
         assert found == after([*TOKENS, 9], 3)
         # The target kept one of them and went on with another token.
         drafter.commit(1, len(TOKENS), [9, found[0]])
@@ -257,7 +261,7 @@ def test_a_new_sequence_resets_the_context() -> None:
         drafter = opened(program)
         for _ in drafter.open(2, [1, 2], Sampling()):
             pass
-        assert [d.token for d in drafter.draft(2, 3, 2) if d is not None] == after([1, 2, 3], 2)
+        assert [d.token for d in drafts(drafter.draft(2, 3, 2))] == after([1, 2, 3], 2)
         with pytest.raises(ProtocolError, match="newest sequence"):
             next(drafter.draft(1, 9, 1))
 
@@ -290,4 +294,4 @@ def test_a_line_server_with_a_model_drafts_as_its_model() -> None:
     """Our own server passes the driver's checks and continues what it was sent."""
     with DrafterProcess([*SERVER, "--lines"]) as program:
         drafter = opened(program)
-        assert [d.token for d in drafter.draft(1, 9, 2) if d is not None] == [10, 11]
+        assert [d.token for d in drafts(drafter.draft(1, 9, 2))] == [10, 11]

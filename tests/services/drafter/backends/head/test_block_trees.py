@@ -19,7 +19,7 @@ from tests.services.drafter.backends.head.test_blocks import (
 from tests.services.drafter.backends.test_mlx import Law
 from tests.services.drafter.backends.test_mlx_trees import FIRST, OPTIONS, Grown, next_tree
 from tests.support.reading import CHAIN, grow
-from tests.support.reference import SAMPLINGS, said
+from tests.support.reference import SAMPLINGS, drafts, said
 
 LAGS = [0, 2, 1]
 """Tokens without states at the end of what is committed, round by round."""
@@ -74,7 +74,7 @@ class Line:
         """Prepare, and check every candidate and every drafted token."""
         known = self.advance(lag)
         grown = Grown()
-        layers = said(self.backend.prepare_tree(1, tree, fan_out, depth, OPTIONS))
+        layers = said(self.backend.prepare(1, tree, fan_out, depth, OPTIONS))
         starts = [[*tree.tokens_to(o.accepted), o.bonus] for o in layers[0].outcomes]
         for layer in layers:
             assert END_OF_BRANCH not in layer.tokens
@@ -113,12 +113,12 @@ def test_a_draft_that_is_waited_for_may_fork(case: Case, law: str) -> None:
     line = Line(case, SAMPLINGS[law])
     known = line.advance(0)
     grown = Grown()
-    layers = said(line.backend.draft_tree(1, 120, 4, OPTIONS))
+    layers = said(line.backend.draft(1, 120, 4, OPTIONS))
     for layer in layers:
         assert layer.outcomes == [Outcome(0, 120)]
         line.check(grown, layer, [[120]], known)
     assert len(grown.last) == 3  # siblings are leaves
-    plain = [one.token for one in line.backend.draft(1, 120, 4) if one is not None]
+    plain = [one.token for one in drafts(line.backend.draft(1, 120, 4))]
     assert [layer.tokens[0] for layer in layers] == plain
 
 
@@ -135,9 +135,9 @@ def test_a_draft_reads_the_output_head_once(case: Case, monkeypatch: pytest.Monk
         return logits(self, hidden)
 
     monkeypatch.setattr(type(head), "logits", watched)
-    assert len(said(line.backend.draft(1, 120, 4))) == 4
+    assert len(drafts(line.backend.draft(1, 120, 4))) == 4
     assert rows == [4]
-    said(line.backend.prepare(1, CHAIN, [1, 1, 1], 3))
+    said(line.backend.prepare(1, read_tree(CHAIN), [1, 1, 1], 3))
     assert rows == [4, 3, 9]
 
 
@@ -147,7 +147,7 @@ def test_siblings_leave_the_branches_as_they_were(case: Case) -> None:
     line.advance(0)
     chain = grow(line.backend)
     tree = read_tree(CHAIN, [])
-    forked = said(line.backend.prepare_tree(1, tree, [2] * len(CHAIN), 3, OPTIONS))
+    forked = said(line.backend.prepare(1, tree, [2] * len(CHAIN), 3, OPTIONS))
     assert [layer.outcomes for layer in forked] == [layer.outcomes for layer in chain]
     best = list(range(len(chain[0].outcomes)))
     for one, other in zip(forked, chain, strict=True):
@@ -160,7 +160,7 @@ def test_branches_that_fill_their_blocks_end(case: Case) -> None:
     line = Line(case, Sampling())
     line.advance(0)
     chain = [203, 64, 5, 9, 8, 7]
-    layers = said(line.backend.prepare_tree(1, read_tree(chain, []), [1] * 6, 8, OPTIONS))
+    layers = said(line.backend.prepare(1, read_tree(chain, []), [1] * 6, 8, OPTIONS))
     grown = Grown()
     for layer in layers:
         assert END_OF_BRANCH not in layer.tokens
@@ -175,14 +175,14 @@ def test_bans_hold_along_every_path(case: Case) -> None:
     line = Line(case, Sampling())
     line.advance(0)
     tree = read_tree(CHAIN, [])
-    [first, *_] = said(line.backend.prepare_tree(1, tree, [1, 1, 1], 3, OPTIONS))
+    [first, *_] = said(line.backend.prepare(1, tree, [1, 1, 1], 3, OPTIONS))
     banned = first.tokens[0]
     options = LogitsOptions(
         repetition_penalty=1.5, logit_bias=((banned, -1e9),), answer_from=len(PROMPT)
     )
     line = Line(case, Sampling(logits_options=options))
     line.advance(0)
-    layers = said(line.backend.prepare_tree(1, tree, [1, 1, 1], 3, OPTIONS))
+    layers = said(line.backend.prepare(1, tree, [1, 1, 1], 3, OPTIONS))
     assert layers
     assert all(banned not in layer.tokens for layer in layers)
 
@@ -209,6 +209,6 @@ def test_under_the_rejection_rule_nothing_forks(case: Case) -> None:
     line = Line(case, Sampling(temperature=0.8, acceptance="rejection"))
     line.advance(0)
     tree = read_tree(CHAIN, [])
-    for layer in said(line.backend.prepare_tree(1, tree, [2, 2, 2], 3, RoundOptions(siblings=2))):
+    for layer in said(line.backend.prepare(1, tree, [2, 2, 2], 3, RoundOptions(siblings=2))):
         assert layer.parents == []
         assert len(layer.tokens) == len(layer.distributions) == 6

@@ -1,6 +1,5 @@
 """DFlash, DFlash 2 and DSpark heads draft what plain numpy says, whatever is known and when."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from services.drafter.backends.head.loading import load_head
 from services.mlx.loader import load
 from tests.support.head_reference import Array, BlockReference
 from tests.support.reading import CHAIN, ORDERS, check_drafts, check_order, grow, open_sequence
+from tests.support.reference import drafts
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 from tests.support.write_heads import WIDTH, dflash, write_head
 
@@ -90,8 +90,7 @@ def opened(case: Case, tokens: Tokens, sampling: Sampling | None = None) -> Any:
 
 
 def drafted(backend: Any, pending: int, count: int) -> list[DraftedToken]:
-    found: Iterator[DraftedToken | None] = backend.draft(1, pending, count)
-    return [one for one in found if one is not None]
+    return drafts(backend.draft(1, pending, count))
 
 
 def test_chain_and_branches_are_those_of_the_reference(case: Case) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
-from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, Rows
+from services.drafter.backends.base import Outcome, RoundOptions, Rows
 from services.drafter.backends.head.loading import load_head
 from services.mlx.loader import load
 from tests.support.head_reference import Array, Eagle3Reference, MtpReference
 from tests.support.reading import CHAIN, ORDERS, check_company, check_order, grow, open_sequence
+from tests.support.reference import drafts
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 from tests.support.write_heads import WIDTH, eagle3, mtp, write_head
 
@@ -99,8 +100,7 @@ def opened(case: Case, tokens: Tokens, sampling: Sampling | None = None) -> Any:
 
 
 def drafted(backend: Any, pending: int, count: int) -> Tokens:
-    found: Iterator[DraftedToken | None] = backend.draft(1, pending, count)
-    return [one.token for one in found if one is not None]
+    return [one.token for one in drafts(backend.draft(1, pending, count))]
 
 
 def expected_logits(case: Case, tokens: Tokens, known: tuple[int, int]) -> Array:
@@ -154,9 +154,7 @@ def test_a_draft_with_siblings_is_the_same_draft(case: Case) -> None:
         backend, other = opened(case, PROMPT), opened(case, PROMPT)
         for one in (backend, other) if stop else ():
             one.read(1, 0, case.sent(0, stop))
-        layers = [
-            layer for layer in backend.draft_tree(1, 30, 3, RoundOptions(siblings=1)) if layer
-        ]
+        layers = [layer for layer in backend.draft(1, 30, 3, RoundOptions(siblings=1)) if layer]
         assert [layer.tokens[0] for layer in layers] == drafted(other, 30, 3)
 
 
@@ -225,7 +223,7 @@ def test_in_company_each_sequence_is_drafted_for_as_if_alone(
             pass
         if number != 2:
             backend.read(number, 0, case.sent(0, len(prompt)))
-        return backend.prepare(number, CHAIN[number % 2 :], [2, 1], 3)
+        return backend.prepare(number, read_tree(CHAIN[number % 2 :]), [2, 1], 3)
 
     check_company(backend, begin, len(prompts))
 

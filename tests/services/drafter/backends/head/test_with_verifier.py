@@ -27,6 +27,7 @@ from services.mlx.loader import load
 from services.runtime.inbox import Work
 from services.verifier.verifier import Verifier
 from tests.support.head_reference import Array, BlockReference, Eagle3Reference, MtpReference
+from tests.support.reference import drafts
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 from tests.support.write_heads import WIDTH, dflash, eagle3, mtp, write_head
 
@@ -119,7 +120,7 @@ def hand_on(sent: list[FromService], backend: Any) -> None:
 
 
 def drafted(backend: Any, pending: int, count: int) -> Tokens:
-    return [one.token for one in backend.draft(1, pending, count) if one is not None]
+    return [one.token for one in drafts(backend.draft(1, pending, count))]
 
 
 @pytest.mark.parametrize("beside_target", [True, False], ids=["projected", "whole"])
