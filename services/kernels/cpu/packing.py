@@ -127,8 +127,11 @@ def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
 
 
 def _allocate(size: int) -> Any:
-    """Zeros at the beginning of a page; large ones on huge pages, where the system has them."""
-    room = mmap.mmap(-1, max(1, size))
+    """Zeros at the beginning of a page; large ones on huge pages, where the system has them.
+
+    Private, as systems give shared memory no huge pages.
+    """
+    room = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)
