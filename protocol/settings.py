@@ -302,8 +302,6 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """BLAS threads on Linux."""
     precision: Precision = "auto"
     """Precision of the forward passes: auto is bfloat16 on a GPU and float32 on a CPU."""
-    compiled: bool = True
-    """Compile the training step with MLX."""
     seed: _Count = 0
 
     opening: list[int] = []

@@ -30,7 +30,7 @@ MORE = (
     "steps", "temperatures", "length", "user_tokens", "data_tokens", "data_minutes",
     "data_batch", "init_layers", "head_size", "mlp", "bits", "finish",
     "loss_temperature", "user_weight", "batch", "learning_rate",
-    "precision", "compiled", "warmup", "weight_decay", "clip", "session_minutes",
+    "precision", "warmup", "weight_decay", "clip", "session_minutes",
 )  # fmt: skip
 """Settings of a run without a flag: see `protocol.settings.DistillSettings`."""
 

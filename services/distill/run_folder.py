@@ -21,7 +21,7 @@ _LOCK = "lock"
 # date, so the opening may differ too.
 _FREE = frozenset(
     {
-        "lifeline", "cores", "out", "threads", "compiled", "evaluate_only", "prompts", "opening",
+        "lifeline", "cores", "out", "threads", "evaluate_only", "prompts", "opening",
         "minutes", "steps", "session_minutes", "data_minutes", "data_tokens", "data_batch",
         "checkpoint_s", "bits",
     }

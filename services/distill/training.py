@@ -1,7 +1,7 @@
 """The training loop: AdamW on the loss at the answer's positions, within a budget.
 
-A step is a pure function of (weights, moments, batch), so MLX can fuse it. The loop stays one step
-ahead of the device: it reads the loss of the previous step while the next one runs.
+The loop stays one step ahead of the device: it reads the loss of the previous step while the next
+one runs.
 """
 
 import math
@@ -22,7 +22,6 @@ from services.distill.objective import LOSSES, Objective, acceptance_bound
 from services.distill.run_control import RunControl
 from services.distill.student import Student
 from services.mlx.launching import launch
-from services.mlx.loader import compute_unit
 
 _BETAS = (0.9, 0.95)
 """AdamW's betas."""
@@ -84,9 +83,6 @@ class Trainer:
         self._batches = batches
         self._validation = validation
         self._settings = settings
-        self._steps: dict[Objective, Callable[..., _Updated]] = {}
-        self._p = self._compile(self._target_probabilities)
-        self._measure = self._compile(self._measure_acceptance)
 
     def start(self) -> TrainingCheckpoint:
         """Return the state before the first step."""
@@ -139,49 +135,27 @@ class Trainer:
     def _step(
         self, weights: Weights, moments: Moments, step: int, objective: Objective, spent: float
     ) -> _Updated:
-        inputs = _on_device(self._batches.at(step))
-        p = self._p(inputs)
-        if objective not in self._steps:
-            self._steps[objective] = self._compile(self._updating(objective))
-        rate = mx.array(learning_rate(self._settings, spent))
-        count = mx.array(float(step + 1))
-        return self._steps[objective](weights, moments, p, inputs, (rate, count))
+        """Make one step: gradient, clipping, AdamW."""
+        settings, distribution, loss = self._settings, self._distribution, LOSSES[objective]
+        tokens, positions, importance = _on_device(self._batches.at(step))
+        hidden = distribution.read_hidden(tokens, positions)
+        p = distribution.compute_probabilities(hidden, settings.loss_temperature)
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Elsewhere the compiler alone takes up to a minute for every shape, and then gains little.
-        fusing = self._settings.compiled and compute_unit() == "metal"
-        return mx.compile(function) if fusing else function
+        def mean_loss(weights: Weights) -> mx.array:
+            logits = self._student.logits(weights, tokens, positions)
+            return _mean(loss(p, logits / settings.loss_temperature), importance)
 
-    def _target_probabilities(self, inputs: DeviceBatch) -> mx.array:
-        hidden = self._distribution.read_hidden(inputs.tokens, inputs.positions)
-        return self._distribution.compute_probabilities(hidden, self._settings.loss_temperature)
-
-    def _updating(self, objective: Objective) -> Callable[..., _Updated]:
-        """Return the step of one objective: gradient, clipping, AdamW."""
-        loss = LOSSES[objective]
-        settings = self._settings
-
-        def mean_loss(weights: Weights, p: mx.array, inputs: DeviceBatch) -> mx.array:
-            logits = self._student.logits(weights, inputs.tokens, inputs.positions)
-            each = loss(p, logits / settings.loss_temperature)
-            return _mean(each, inputs.importance)
-
-        def update(
-            weights: Weights,
-            moments: Moments,
-            p: mx.array,
-            inputs: DeviceBatch,
-            schedule: tuple[mx.array, mx.array],
-        ) -> _Updated:
-            value, gradient = mx.value_and_grad(mean_loss)(weights, p, inputs)
-            gradient = clip(gradient, settings.clip)
-            rate, count = schedule
-            new, moved = adamw(
-                weights, gradient, moments, count=count, rate=rate, decay=settings.weight_decay
-            )
-            return _Updated(value, new, moved)
-
-        return update
+        value, gradient = mx.value_and_grad(mean_loss)(weights)
+        rate, count = mx.array(learning_rate(settings, spent)), mx.array(float(step + 1))
+        new, moved = adamw(
+            weights,
+            clip(gradient, settings.clip),
+            moments,
+            count=count,
+            rate=rate,
+            decay=settings.weight_decay,
+        )
+        return _Updated(value, new, moved)
 
     # ------------------------------------------------------------ validation
 
@@ -196,7 +170,7 @@ class Trainer:
         self, weights: Weights, position: Position, losses: list[float], objective: Objective
     ) -> Position:
         inputs = _on_device(self._validation.in_order(0))
-        acceptance = number(self._measure(weights, inputs))
+        acceptance = number(self._measure_acceptance(weights, inputs))
         mean = sum(losses) / len(losses)
         entry = LogEntry(position.step, position.seconds, mean, objective, acceptance)
         return Position(position.step, position.seconds, [*position.log, entry])

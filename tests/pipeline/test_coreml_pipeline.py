@@ -23,6 +23,7 @@ from services.coreml.runtime.executor import ReferenceExecutor
 from services.drafter.backends.coreml import CoremlBackend
 from services.drafter.backends.mlx import MlxBackend
 from tests.support.converted import converted_folder, source_folder
+from tests.support.reference import said
 from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
 
 QUESTION = "Give me four tips for growing tomatoes on a balcony."
@@ -99,7 +100,7 @@ def test_the_default_drafter_drafts_what_mlx_drafts() -> None:
             pass
         found = []
         for at in range(len(text) - 40, len(text)):
-            found += [draft.token for draft in backend.draft(1, text[at], 2)]
+            found += [layer.tokens[0] for layer in said(backend.draft(1, text[at], 2))]
             backend.commit(1, at, [text[at]])
         drafts.append(found)
     same = sum(a == b for a, b in zip(*drafts, strict=True))
