@@ -98,9 +98,12 @@ class PassMemory:
 
     def check(self, asked: Sequence[tuple[Held, int]]) -> None:
         """Raise OutOfMemory if one pass over these numbers of new tokens does not fit."""
-        rows = sum(count for _, count in asked)
-        if rows <= _FEW_ROWS and not any(map(self._count_growth, *zip(*asked, strict=True))):
-            scratch = sum(self._count_states(count) for _, count in asked)
+        rows = growth = scratch = 0
+        for state, count in asked:
+            rows += count
+            growth += self._count_growth(state, count)
+            scratch += self._count_states(count)
+        if rows <= _FEW_ROWS and not growth:
             scratch += self._count_parts(asked)
             # MLX's cache includes the arrays of the last pass over as many tokens.
             if scratch <= max(_FEW_BYTES, mx.get_cache_memory()):

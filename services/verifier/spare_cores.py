@@ -15,7 +15,7 @@ class SpareCores:
     """
 
     def __init__(self, cores: Sequence[int] = (), flag: IdleFlag | None = None) -> None:
-        self._cores, self._flag = tuple(cores), flag
+        self.cores, self._flag = tuple(cores), flag
 
     def begin_pass(self, *, drafter_idle: bool) -> None:
         """Use the cores from now on: always, or only while the drafter is idle.
@@ -24,10 +24,10 @@ class SpareCores:
             drafter_idle: True if it has no request during this pass.
         """
         if drafter_idle:
-            use_spare_cores(self._cores)
+            use_spare_cores(self.cores)
         elif self._flag is None:
             use_spare_cores(())
         else:
             # It is about to be woken, and would have to wait for a helper that has started a part.
             self._flag.is_idle = False
-            use_spare_cores(self._cores, self._flag.word)
+            use_spare_cores(self.cores, self._flag.word)

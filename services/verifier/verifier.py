@@ -64,6 +64,8 @@ class Verifier:
         self._model, self._folder = model.module, model.folder
         self.target = target if target is not None else prepare(model.module)
         self._states = self.target.states
+        self.max_draft_tokens = MAX_DRAFT_TOKENS if self._states.rewinds else 0
+        """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
         self._prompts = prompts if prompts is not None else PrefixCache()
         self.fill_externally: ExternalFill | None = None
         """Lets another device compute a prompt where that is faster: `ExternalPrefill.fill`."""
@@ -92,6 +94,8 @@ class Verifier:
     def use(self, target: TargetModel) -> None:
         """Compute with these abilities and traces from the next pass on; no sequence is open."""
         self.target, scheduler = target, self.scheduler
+        self.takes_trees = target.takes_trees
+        """True if drafts may branch."""
         scheduler.queue.most_rows = most_rows() if target.shares_passes else 0
         scheduler.runner.traced, scheduler.runner.table = target.traced, target.table
         self._chunked_prefill.share(target.table, prompts=target.shares_prompts)
@@ -101,16 +105,6 @@ class Verifier:
         if self.target.verify is not self._model:
             return None
         return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
-        return MAX_DRAFT_TOKENS if self._states.rewinds else 0
-
-    @property
-    def takes_trees(self) -> bool:
-        """True if drafts may branch."""
-        return self.target.takes_trees
 
     def kv_tokens(self, kv_bytes: int) -> KVTokens:
         """Return the tokens of KV for all open sequences in this much memory (`kv.budget`)."""
@@ -284,8 +278,9 @@ class Verifier:
     ) -> Generator[FromService | None, None, VerificationOutcome]:
         """Run the requested verification, and start the next pass if its token is granted."""
         tree = sequence.rule.drop_impossible(message, asked)
-        drafter_idle = all(one.drafter_idle for one in self._sequences.values())
-        self.spare_cores.begin_pass(drafter_idle=drafter_idle)
+        if self.spare_cores.cores:
+            drafter_idle = all(one.drafter_idle for one in self._sequences.values())
+            self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
             handle, tokens = yield from self.scheduler.run(sequence, message, tree)
             judged = sequence.rule.accept(handle.logits, message, tree, tokens)
