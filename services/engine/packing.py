@@ -24,10 +24,8 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
 from services.engine.batch import slice_rows
 from services.engine.slot_table import SlotTable
-from services.kernels.cpu import attention as cpu_attention
-from services.kernels.cuda import attention as cuda_attention
 from services.kernels.cuda.kv_rows import SharedKV, wait_for
-from services.kernels.metal import choice
+from services.kernels.register import kernels
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.recording import record_pass
@@ -166,13 +164,6 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
     return first.replay.sources
 
 
-_KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
-    "cpu": (cpu_attention.attend,),
-    "cuda": (cuda_attention.attend, cuda_attention.attend_many),
-    "metal": (choice.attend,),
-}
-
-
 @wraps(scaled_dot_product_attention)
 def _attention(  # noqa: PLR0917  # mlx-lm's signature
     queries: mx.array,
@@ -206,12 +197,12 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
 
     Without a cache this may be a training step, which needs gradients.
     """
-    unit = compute_unit()
+    ours = kernels()
     plain = sinks is None and not hasattr(cache, "bits")
-    in_graph = unit == "cpu" and getattr(cache, "is_traced", False)
-    if plain and cache is not None and not in_graph:
-        for kernel in _KERNELS.get(unit, ()):
-            own = kernel(queries, keys, values, scale, mask)
+    fits = ours.attends_in_traces or not getattr(cache, "is_traced", False)
+    if plain and cache is not None and fits:
+        for attend in ours.attend:
+            own = attend(queries, keys, values, scale, mask)
             if own is not None:
                 return own
     out: mx.array = scaled_dot_product_attention(

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -104,8 +104,8 @@ class Scheduled(Protocol):
         """Begin the choice of tokens after the current pass, unless the next one began it."""
         ...
 
-    def choose_lazily(self) -> mx.array:
-        """Begin the choice of the token after the current pass, which `goes_on`; lazy."""
+    def choose_lazily(self) -> mx.array | None:
+        """Begin the choice of the token after the current pass, if it `goes_on`; lazy."""
         ...
 
 
@@ -209,15 +209,12 @@ class Scheduler:
         handle = self.queue.submit(tree.tokens, state, partial(_begin, sequence, tree))
         sequence.passes.append(handle)
         if len(self._sequences) > 1:
-            yield None  # others may join
-            while not handle.is_computed and self._is_another_coming():
+            yield None  # others may join, and some will soon, without a message
+            others = self._sequences.values()
+            while not handle.is_computed and any(one.comes_unasked for one in others):
                 yield None
         self.queue.result(handle)
         return handle
-
-    def _is_another_coming(self) -> bool:
-        """Return True if another sequence will soon request a pass without a message."""
-        return any(one.comes_unasked for one in self._sequences.values())
 
     def _start_ahead(self, timing: PassTiming) -> None:
         """Start the pass after this running one, if possible; once, for its first sequence."""
@@ -258,4 +255,5 @@ def _choose(members: Sequence[Scheduled]) -> mx.array:
     joint = members[0].passes[0].joint
     if joint is not None and all(one.is_likeliest for one in members):
         return joint.lazy
-    return mx.concatenate([one.choose_lazily() for one in members])
+    choices: Any = [one.choose_lazily() for one in members]
+    return mx.concatenate(choices)

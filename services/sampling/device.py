@@ -5,7 +5,6 @@ computed on the device in float32; where rounding could change the result (a riv
 of the best score, a winner at the border of a filter), the row is decided on the host.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,20 +18,16 @@ from protocol.decoding.sampler import Floats, Ids
 from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
-from services.kernels.cpu.choice import choose_tokens
-from services.kernels.cuda.sampling.best import find_best, sort_best
-from services.kernels.cuda.sampling.choose import choose_tokens as choose_on_cuda
+from services.kernels.cuda.sampling.best import sort_best
 from services.kernels.cuda.sampling.guess import (
     CANDIDATES,
     DRAWN,
     FILTERED,
     GREEDY,
     Wanted,
-    guess_tokens,
 )
-from services.kernels.cuda.sampling.rules import read_noise, write_rules
-from services.mlx.array_memory import view
-from services.mlx.loader import compute_unit
+from services.kernels.cuda.sampling.rules import read_noise
+from services.kernels.register import kernels
 from services.sampling import candidates
 from services.sampling.candidates import Top
 
@@ -81,15 +76,9 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
         logits: [rows, vocabulary], unnormalised, of any floating type.
         positions: [rows] the absolute position that each chosen token will have.
     """
-    if compute_unit() == "cpu" and logits.dtype == mx.float32:
-        mx.eval(logits)
-        chosen = choose_tokens(view(logits), positions, sampling)
-        if chosen is not None:
-            return mx.array(chosen)
-    elif compute_unit() == "cuda":
-        there = choose_on_cuda(logits, _rules_of(logits.shape[0], positions, sampling))
-        if there is not None:
-            return there
+    there = kernels().choose(logits, positions, sampling)
+    if there is not None:
+        return there
     if is_greedy(sampling):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     elif sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1]):
@@ -98,18 +87,6 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
         tokens = _draw(logits.astype(mx.float32), positions, sampling)
     broken = mx.isnan(logits) | mx.isposinf(logits)
     return mx.where(broken.any(axis=-1), _BROKEN, tokens)
-
-
-def _rules_of(rows: int, positions: Sequence[int], sampling: Sampling) -> mx.array:
-    """Return the rules, [rows, WORDS]; those of greedy sampling are cached."""
-    return (
-        _greedy_rules(rows) if is_greedy(sampling) else mx.array(write_rules(positions, sampling))
-    )
-
-
-@functools.cache
-def _greedy_rules(rows: int) -> mx.array:
-    return mx.array(write_rules(range(rows), Sampling()))
 
 
 def finish(
@@ -193,7 +170,7 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     if isinstance(rows, np.ndarray):
         return candidates.best_of(rows, width, head_ids)
     width = min(width, rows.shape[-1])
-    there = find_best(rows, width) if compute_unit() == "cuda" else None
+    there = kernels().find_best(rows, width)
     # One array, since each needs its own transfer to the host; floats hold any column exactly.
     found = np.array(sort_best(rows, width) if there is None else there)
     count = found.shape[1] // 2
@@ -222,11 +199,10 @@ def guess(
         [rows] int32, the best; and [2, rows, width] float32, which holds any id exactly: the
             ids of all, and the confidence of each.
     """
-    if compute_unit() == "cuda":
-        wanted = Wanted(width, _kind_of(sampling))
-        there = guess_tokens(rows, ids, rules, wanted, _guess_on_host)
-        if there is not None:
-            return there
+    wanted = Wanted(width, _kind_of(sampling))
+    there = kernels().guess(rows, ids, rules, wanted, _guess_on_host)
+    if there is not None:
+        return there
     return _guess_by_mlx(rows, width, ids, rules, sampling)
 
 
@@ -266,7 +242,7 @@ def _guess_by_mlx(
 
 def _best_columns(scores: mx.array, width: int) -> tuple[mx.array, mx.array]:
     """Return [rows, width] columns of the largest values, in descending order, and the values."""
-    there = find_best(scores, width) if compute_unit() == "cuda" else None
+    there = kernels().find_best(scores, width)
     if there is not None:
         count = there.shape[1] // 2
         return there[:, :width].astype(mx.int32), there[:, count : count + width]

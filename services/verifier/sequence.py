@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import mlx.core as mx
 from msgspec.structs import replace
@@ -86,16 +85,14 @@ class TargetSequence:
         if head.choice is None:
             head.choice = self.rule.begin(head.logits, message, tree)
 
-    def choose_lazily(self) -> mx.array:
-        """Begin the choice of the token after the current pass, which `goes_on`; lazy."""
+    def choose_lazily(self) -> mx.array | None:
+        """Begin the choice of the token after the current pass, if it `goes_on`; lazy."""
         head, request = self.passes[0], self.request
         if request is None:
-            raise ValueError("no token is granted")
-        tree = read_tree(request.nodes, [])
-        choice: Any = self.rule.begin(head.logits, request, tree)
+            return None
+        choice = self.rule.begin(head.logits, request, read_tree(request.nodes, []))
         head.choice = choice
-        lazy: mx.array = choice
-        return lazy
+        return choice
 
     @property
     def goes_on(self) -> bool:

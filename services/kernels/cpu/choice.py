@@ -4,12 +4,13 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.decoding.gumbel import position_keys
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling
+from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 
 
@@ -22,9 +23,9 @@ class _Rule(ctypes.Structure):
     )
 
 
-def choose_tokens(
-    logits: npt.NDArray[np.float32], positions: Sequence[int], sampling: Sampling
-) -> npt.NDArray[np.int32] | None:
+def choose_on_cpu(
+    logits: mx.array, positions: Sequence[int], sampling: Sampling
+) -> mx.array | None:
     """Choose one token per row, like `sampling.device.begin`; None without our kernels.
 
     Args:
@@ -32,9 +33,12 @@ def choose_tokens(
         positions: [rows] the absolute position that each chosen token will have; greedy sampling
             ignores them.
     """
-    kernels: Any = cpu_kernels()
-    rows, count = logits.shape
-    if kernels is None or logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
+    library: Any = cpu_kernels()
+    if library is None or logits.dtype != mx.float32:
+        return None
+    mx.eval(logits)
+    memory, (rows, count) = view(logits), logits.shape
+    if memory.strides[1] != memory.itemsize:
         return None
     greedy = is_greedy(sampling)
     keys = np.zeros((rows, 2), np.uint32)
@@ -43,9 +47,9 @@ def choose_tokens(
     temperature = 0.0 if greedy else sampling.temperature
     rule = _Rule(min(sampling.top_k, count), sampling.top_p, sampling.min_p, temperature)
     tokens = np.empty(rows, np.int32)
-    kernels.choose_rows(
-        rows, count, ctypes.c_void_p(logits.ctypes.data),
-        ctypes.c_long(logits.strides[0] // logits.itemsize), ctypes.byref(rule),
+    library.choose_rows(
+        rows, count, ctypes.c_void_p(memory.ctypes.data),
+        ctypes.c_long(memory.strides[0] // memory.itemsize), ctypes.byref(rule),
         ctypes.c_void_p(keys.ctypes.data), ctypes.c_void_p(tokens.ctypes.data),
     )  # fmt: skip
-    return tokens
+    return mx.array(tokens)

@@ -13,7 +13,8 @@ from protocol.decoding import sampler
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
-from services.kernels.cpu.choice import choose_tokens
+from services.kernels.cpu.choice import choose_on_cpu
+from services.kernels.register import KERNELS
 from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
@@ -49,7 +50,7 @@ def rows(seed: int, count: int, size: int, *, scale: float = 3.0, step: float = 
 def choices(logits: np.ndarray, positions: Sequence[int], sampling: Sampling) -> list[list[int]]:
     """By what chooses here, on a CPU our kernel, and by MLX, as on a GPU."""
     found = [device.choose(mx.array(logits), positions, sampling)]
-    with patch.object(device, "choose_tokens", lambda *_: None):
+    with patch.object(device, "kernels", lambda: KERNELS["metal"]):
         return [*found, device.choose(mx.array(logits), positions, sampling)]
 
 
@@ -81,9 +82,9 @@ def test_what_a_grammar_forbids_is_not_chosen(sampling: Sampling, allowed: int) 
 def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
     """And never to MLX."""
     logits = rows(2, 400, 8192)
-    tokens = choose_tokens(logits, range(400), sampling)
+    tokens = choose_on_cpu(mx.array(logits), range(400), sampling)
     assert tokens is not None
-    assert np.count_nonzero(tokens < 0) <= 8
+    assert np.count_nonzero(np.array(tokens) < 0) <= 8
 
 
 @for_the_cpu
@@ -91,7 +92,9 @@ def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
 def test_a_winner_at_a_border_is_left_to_the_host(filters: dict[str, float]) -> None:
     """Rounding may keep it or not."""
     logits = np.tile(np.log(np.array([0.6, 0.4], np.float32)), (50, 1))
-    tokens = choose_tokens(logits, range(50), Sampling(temperature=1.0, seed=3, **filters))
+    tokens = choose_on_cpu(
+        mx.array(logits), range(50), Sampling(temperature=1.0, seed=3, **filters)
+    )
     assert tokens is not None
     assert set(tokens.tolist()) == {0, -1}
 

@@ -6,12 +6,14 @@ left to the host, as in `cpu/choose.c`. It is used if it matches the host.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.sampler import sample
+from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling
 from services.kernels.cuda.kernel import LANES, build
 from services.kernels.cuda.sampling.rules import write_rules
@@ -33,19 +35,29 @@ choose_token<WARPS>(
 """
 
 
-def choose_tokens(rows: mx.array, rules: mx.array) -> mx.array | None:
-    """Return [rows] int32 tokens, or codes as from `sampling.device.begin`; None if unsupported.
+def choose_on_cuda(
+    logits: mx.array, positions: Sequence[int], sampling: Sampling
+) -> mx.array | None:
+    """Choose one token per row, lazily; see `sampling.device.begin`. None if unsupported."""
+    if logits.dtype not in _TYPES or not _works(logits.dtype):
+        return None
+    if is_greedy(sampling):
+        return launch(logits, _greedy_rules(logits.shape[0]))
+    return launch(logits, mx.array(write_rules(positions, sampling)))
+
+
+@functools.cache
+def _greedy_rules(rows: int) -> mx.array:
+    return mx.array(write_rules(range(rows), Sampling()))
+
+
+def launch(rows: mx.array, rules: mx.array) -> mx.array:
+    """Return [rows] int32 tokens by the kernel, or codes as from `sampling.device.begin`.
 
     Args:
         rows: [rows, vocabulary] logits.
         rules: [rows, WORDS], see `rules`.
     """
-    served = rows.dtype in _TYPES and _works(rows.dtype)
-    return launch(rows, rules) if served else None
-
-
-def launch(rows: mx.array, rules: mx.array) -> mx.array:
-    """Compute `choose_tokens` by the kernel."""
     count = rows.shape[0]
     texts = ("sampling/rule.cuh", "sampling/choose.cuh")
     make = build(texts, _BODY, ("rows", "rules"), contiguous=False)

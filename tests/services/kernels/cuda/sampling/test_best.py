@@ -11,6 +11,7 @@ from protocol.messages import Sampling
 from services.kernels.cuda.sampling import best
 from services.kernels.cuda.sampling.best import WIDTHS, find_best, sort_best
 from services.kernels.cuda.sampling.rules import write_rules
+from services.kernels.register import KERNELS
 from services.mlx import selftest
 from services.sampling import device
 from services.sampling.candidates import best_of
@@ -65,8 +66,8 @@ def test_its_numbers_may_lie_apart(kernel: tuple[Path, int]) -> None:
 
 
 def test_elsewhere_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "compute_unit", lambda: "metal")
-    monkeypatch.setattr(device, "find_best", None)
+    monkeypatch.setattr(device, "kernels", lambda: KERNELS["metal"])
+    monkeypatch.setattr(best, "launch", None)
     rows = np.random.default_rng(5).normal(size=(2, 50)).astype(np.float32)
     found, expected = device.best_of(mx.array(rows), 3, None), best_of(rows, 3, None)
     np.testing.assert_array_equal(found.ids, expected.ids)
@@ -87,7 +88,7 @@ def test_it_is_used_where_it_is_right_and_faster(
 
     monkeypatch.setattr(best, "launch", launch)
     monkeypatch.setattr(selftest, "time_in_turn", lambda _: at_once(times))
-    monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(device, "kernels", lambda: KERNELS["cuda"])
     best._works.cache_clear()
     rows = np.random.default_rng(7).normal(size=(2, 400)).astype(np.float32)
     found, expected = device.best_of(mx.array(rows), 3, None), best_of(rows, 3, None)
@@ -116,9 +117,8 @@ def test_a_depth_s_choices_are_those_of_looking_one_by_one(
         widths.append(width)
         return sort_best(scores, 8)
 
-    monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
-    monkeypatch.setattr(device, "guess_tokens", lambda *_: None)
-    monkeypatch.setattr(device, "find_best", find)
+    cuda = KERNELS["cuda"]._replace(guess=lambda *_: None, find_best=find)
+    monkeypatch.setattr(device, "kernels", lambda: cuda)
     found = device.guess(rows, 5, ids, rules, sampling)
     for ours, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.array(ours), np.array(right), rtol=1e-5)

@@ -12,6 +12,7 @@ from protocol.decoding import sampler
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling import choose
 from services.kernels.cuda.sampling.rules import write_rules
+from services.kernels.register import KERNELS
 from services.sampling import device
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
@@ -145,7 +146,7 @@ def test_it_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch, change: i
         return mx.array(found)
 
     monkeypatch.setattr(choose, "launch", launch)
-    monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(device, "kernels", lambda: KERNELS["cuda"])
     choose._works.cache_clear()
     logits = mx.array(np.stack([draw_row(seed, 90) for seed in range(3)]))
     found = device.choose(logits, [4, 5, 6], choose._TRIAL[1])

@@ -11,6 +11,7 @@ from protocol.messages import Sampling
 from services.kernels.cuda.sampling import guess
 from services.kernels.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, WIDTHS, Wanted
 from services.kernels.cuda.sampling.rules import write_rules
+from services.kernels.register import KERNELS
 from services.sampling import device
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
@@ -84,13 +85,13 @@ def test_it_is_used_where_it_is_right(
         return best, found * mx.array([1.0, change])[:, None, None]
 
     monkeypatch.setattr(guess, "launch", launch)
-    monkeypatch.setattr(device, "find_best", lambda *_: None)
     guess._works.cache_clear()
     row, ids = (mx.array(one) for one in draw(1, 100))
     rows, rules = row[None].astype(dtype), mx.array(write_rules([6], sampling))
-    monkeypatch.setattr(device, "compute_unit", lambda: "cpu")
+    monkeypatch.setattr(device, "kernels", lambda: KERNELS["cpu"])
     expected = device.guess(rows, 3, ids, rules, sampling)
-    monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
+    cuda = KERNELS["cuda"]._replace(find_best=lambda *_: None)
+    monkeypatch.setattr(device, "kernels", lambda: cuda)
     for _ in range(2):
         best, found = device.guess(rows, 3, ids, rules, sampling)
     guess._works.cache_clear()

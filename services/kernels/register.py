@@ -1,0 +1,51 @@
+"""Kernels of our own by device; MLX computes what they do not take.
+
+A new kernel for attention or for the choice of tokens is entered here. Those for products and
+blocks are patches of a model's layers (`services.mlx.patches`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from services.kernels.cpu import attention as cpu_attention
+from services.kernels.cpu.choice import choose_on_cpu
+from services.kernels.cuda import attention as cuda_attention
+from services.kernels.cuda.sampling.best import find_best
+from services.kernels.cuda.sampling.choose import choose_on_cuda
+from services.kernels.cuda.sampling.guess import guess_tokens
+from services.kernels.metal import choice
+from services.mlx.loader import compute_unit
+
+
+class Kernels(NamedTuple):
+    """The kernels of a device; each returns None for a call that it does not take."""
+
+    attend: tuple[Callable[..., mx.array | None], ...]
+    """Tried in turn: (queries, keys, values, scale, mask) -> attention."""
+    attends_in_traces: bool = True
+    """True if attention can be part of a graph that is recorded."""
+    choose: Callable[..., mx.array | None] = lambda *_: None
+    """The target's tokens, as `sampling.device.begin`."""
+    find_best: Callable[..., mx.array | None] = lambda *_: None
+    """The best columns of rows, as `cuda.sampling.best.find_best`."""
+    guess: Callable[..., tuple[mx.array, mx.array] | None] = lambda *_: None
+    """The drafter's tokens, as `cuda.sampling.guess.guess_tokens`."""
+
+
+KERNELS = {
+    "cpu": Kernels((cpu_attention.attend,), attends_in_traces=False, choose=choose_on_cpu),
+    "metal": Kernels((choice.attend,)),
+    "cuda": Kernels(
+        (cuda_attention.attend, cuda_attention.attend_many),
+        choose=choose_on_cuda,
+        find_best=find_best,
+        guess=guess_tokens,
+    ),
+}
+
+
+def kernels() -> Kernels:
+    """Return the kernels of the device that MLX computes on in this process."""
+    return KERNELS[compute_unit()]
