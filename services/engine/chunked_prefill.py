@@ -111,18 +111,6 @@ class Prompted(Protocol):
     state: SequenceState
 
 
-class Reader(Protocol):
-    """Reads further outputs of the model, besides its logits."""
-
-    def take(self) -> ReadRows | None:
-        """Return [tokens, width] of the last pass, lazy; None if nothing is read."""
-        ...
-
-    def log(self, sequence: Any, position: int, rows: ReadRows | None) -> object:
-        """Keep the rows of a sequence's tokens from `position` on."""
-        ...
-
-
 class ChunkSizer:
     """Learns the prefill speed from every chunk, to choose the size of the next."""
 
@@ -181,7 +169,8 @@ class ChunkedPrefill:
         step: most tokens of a pass, except on CUDA when no other request waits.
         checkpoints: True if later prompts may start in the middle of one.
         end_ids: tokens that end a message of a chat.
-        reader: keeps the states that a drafter reads from the model.
+        read: as for `ModelRunner`.
+        log: keeps what was read of a sequence, from a position on.
         memory: shortens chunks that do not fit, or refuses them.
         one_graph: see `ModelRunner`.
     """
@@ -194,16 +183,16 @@ class ChunkedPrefill:
         shares: bool = False,
         checkpoints: bool = False,
         end_ids: Collection[int] = (),
-        reader: Reader | None = None,
+        read: Callable[[], ReadRows | None] | None = None,
+        log: Callable[[Any, int, ReadRows | None], object] = lambda *_: None,
         memory: PassMemory | None = None,
         one_graph: bool = False,
     ) -> None:
         """Compute prompts in passes of their own, unless `shares` or told to `share` them."""
         self._checkpoints = checkpoints
         self._end_ids = frozenset(end_ids)
-        self._reader = reader
+        self._log_rows = log
         self._memory = memory
-        read = reader.take if reader is not None else None
         self._runner = ModelRunner(model, read=read, memory=memory)
         self._runner.fills, self._runner.one_graph = True, one_graph
         self._queue = PassQueue(self._runner)
@@ -264,8 +253,7 @@ class ChunkedPrefill:
                 state.commit(state.length)
                 # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()
-                if self._reader is not None:
-                    self._reader.log(sequence, len(sequence.tokens), handle.features)
+                self._log_rows(sequence, len(sequence.tokens), handle.features)
             finally:
                 handle.cancel()
             self._order.on_chunk(number, len(chunk), time.perf_counter() - began)

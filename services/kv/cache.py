@@ -8,7 +8,7 @@ Sliding-window layers keep all slots here; targets keep only the window (`kv.win
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +17,12 @@ from protocol.decoding.token_tree import TokenTree
 from services.engine.batch import Span, tree_span
 from services.kernels.cuda import kv_rows
 from services.kv.resident import ResidentSlots
-from services.kv.slots import BUCKET, SlotCache, TableSeat, grow, round_to_bucket, store_rows
+from services.kv.slots import BUCKET, SlotCache, grow, round_to_bucket, store_rows
 from services.kv.state import PassSize
 from services.mlx.launching import launch
+
+if TYPE_CHECKING:
+    from services.engine.slot_table import Seat
 
 
 class KVStore:
@@ -39,7 +42,7 @@ class KVStore:
         """Per layer, an array that is computed once the pass has written its rows in place."""
         self._is_shared = False
         """True if other stores may hold its buffers."""
-        self.seat: TableSeat | None = None
+        self.seat: Seat | None = None
         """Its place in a slot table while it shares passes on a GPU."""
         self.resident: ResidentSlots | None = None
         """Set while CPU kernels may write its slots in place."""

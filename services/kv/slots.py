@@ -5,7 +5,7 @@ values (`update_and_fetch`). A `SlotCache` answers all three from the `Span` of 
 """
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -152,26 +152,3 @@ def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
         buffer = grown
     buffer[..., start:end, :] = rows
     return buffer
-
-
-class TableSeat(Protocol):
-    """A sequence's place in buffers shared with others (`engine.slot_table`)."""
-
-    index: int
-
-    @property
-    def milestones(self) -> list[mx.array]:
-        """One array per layer that is computed once the pass has stored its rows."""
-        ...
-
-    def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
-        """Give up the place; returns the keys and values of each layer."""
-        ...
-
-    def move(self, slots: mx.array, to: int) -> None:
-        """Copy the rows in `slots` to the consecutive slots from `to` on."""
-        ...
-
-    def evaluate(self) -> None:
-        """Evaluate what has been stored."""
-        ...

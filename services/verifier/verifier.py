@@ -81,7 +81,8 @@ class Verifier:
             prefill_step_size,
             checkpoints=self._prompts.is_enabled,
             end_ids=model.end_ids,
-            reader=self.features,
+            read=self.features.take,
+            log=self.features.log,
             memory=self._memory,
             one_graph=prelaunches,
         )
