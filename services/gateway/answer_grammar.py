@@ -20,9 +20,8 @@ from services.gateway.tools.calls import (
     ToolFunction,
     call_grammar,
     call_schema,
-    close_objects,
-    describe_arguments,
 )
+from services.gateway.tools.schemas import close_objects, describe_arguments
 from services.gateway.transcript import AnswerFormat
 
 _ANY = r"/(?s:.*)/"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from protocol.decoding.grammar import json_rule
+from services.gateway.tools.schemas import describe_arguments
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 """The marks of a call that a grammar forces, and the default marks of models without others."""
@@ -77,9 +78,8 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
             "type": "object",
             "properties": {
                 "name": {"const": function.name},
-                arguments: _move_refs(
-                    describe_arguments(function.parameters or {}),
-                    f"#/anyOf/{number}/properties/{arguments}",
+                arguments: describe_arguments(
+                    function.parameters or {}, f"#/anyOf/{number}/properties/{arguments}"
                 ),
             },
             "required": ["name", arguments],
@@ -92,69 +92,6 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
 
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 """What a grammar cannot express is not enforced: a client checks its tools' arguments itself."""
-
-
-def _move_refs(schema: Any, root: str) -> Any:
-    """Return a schema that has become a part of another one; `root` is its place there."""
-    if isinstance(schema, list):
-        return [_move_refs(part, root) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {
-        key: value if key in _DATA else _move_refs(value, root) for key, value in schema.items()
-    }
-    for key in _NAMED & schema.keys():
-        if isinstance(schema[key], dict):
-            moved[key] = {name: _move_refs(part, root) for name, part in schema[key].items()}
-    place = schema.get("$ref")
-    if isinstance(place, str) and place.startswith("#"):
-        moved["$ref"] = root + place[1:]
-    return moved
-
-
-def describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a forced call's arguments: `{}` for a function without parameters."""
-    ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
-    if any(parameters.get(way) for way in ways):
-        closed: dict[str, Any] = close_objects(parameters)
-        return {**closed, "type": "object"}
-    return {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def close_objects(schema: Any) -> Any:
-    """Return the schema with objects limited to their named properties.
-
-    A model that may invent more properties continues until its tokens are spent. Objects that
-    mention further properties themselves, or name none, stay unchanged.
-    """
-    if isinstance(schema, list):
-        return [close_objects(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        key: _close_named(value) if key in _NAMED else close_objects(value)
-        for key, value in schema.items()
-        if key not in _LITERAL
-    }
-    closed.update({key: schema[key] for key in _LITERAL if key in schema})
-    if schema.get("properties") and not _OPENING & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _close_named(schemas: Any) -> Any:
-    """Close the objects in a map of names to schemas."""
-    if not isinstance(schemas, dict):
-        return schemas
-    return {name: close_objects(schema) for name, schema in schemas.items()}
-
-
-_NAMED = {"properties", "$defs", "definitions", "patternProperties"}
-"""Keywords whose keys are names, not keywords."""
-_DATA = {"const", "enum", "default", "examples"}
-_LITERAL = _DATA | {"allOf"}
-"""Keywords whose values are data, or that only hold together (allOf)."""
-_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"}
 
 
 def complete_json(text: str) -> str:

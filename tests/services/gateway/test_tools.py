@@ -20,12 +20,12 @@ from services.gateway.tools.calls import (
     ParsedCall,
     ToolFunction,
     call_grammar,
-    close_objects,
     complete_json,
 )
 from services.gateway.tools.formats import ToolFormat, find_tool_format, load_parsers
 from services.gateway.tools.generic import describe_tools
 from services.gateway.tools.reader import Found, ToolReader
+from services.gateway.tools.schemas import close_objects
 from tests.services.gateway.scripted import write_template
 from tests.support.tiny_models import EOS, tokenizer_json
 
