@@ -65,3 +65,11 @@ def test_the_other_keywords_hold(tmp_path: Path, text: str, fits: bool) -> None:
     call = f'<tool_call>\n{{"name": "f", "arguments": {text}'
     tokens = tokenizer.encode(call, add_special_tokens=False).ids
     assert all(state.advance(token) for token in tokens) is fits
+
+
+def test_a_deep_schema_takes_no_longer_than_it_is_long() -> None:
+    """Each part is looked at once, whatever it is in."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"a": schema}}
+    check_grammar(call_grammar([ToolFunction(name="f", parameters=schema)]))
