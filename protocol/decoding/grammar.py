@@ -28,17 +28,22 @@ MAX_GRAMMAR_BYTES = MAX_GRAMMAR_CHARACTERS
 AllowedMask = npt.NDArray[np.bool_]
 
 
-def check_grammar(text: str) -> None:
-    """Raise UsageError if this is not a valid grammar, or is too large.
-
-    May take any time: use `GrammarChecker` where others would have to wait.
-    """
+def check_size(text: str) -> None:
+    """Raise UsageError if a grammar is too large to be sent and compiled."""
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise UsageError(
             f"the answer's grammar or schema has {size} bytes; "
             f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
         )
+
+
+def check_grammar(text: str) -> None:
+    """Raise UsageError if this is not a valid grammar, or is too large.
+
+    May take any time: use `GrammarChecker` where others would have to wait.
+    """
+    check_size(text)
     from llguidance import LLMatcher  # noqa: PLC0415  # heavy, rarely needed
 
     with _catch_panics(UsageError):

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 import psutil
 
-from protocol.decoding.grammar import MAX_GRAMMAR_BYTES
+from protocol.decoding.grammar import check_size
 from protocol.decoding.grammar_worker import DEADLINE_S
 from protocol.errors import RuntimeFailure, ServiceLost, UsageError
 from protocol.process.closeable import Closeable
@@ -79,11 +80,7 @@ class GrammarChecker(Closeable):
         return self._known.get(grammar)
 
     def _find_error(self, grammar: str) -> str:
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise UsageError(
-                f"the answer's grammar or schema has {len(grammar)} characters; "
-                f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
-            )
+        check_size(grammar)
         with self._turn:
             if (reason := self._known.get(grammar)) is None:
                 reason = self._known[grammar] = self._ask(grammar)
@@ -127,7 +124,7 @@ class GrammarChecker(Closeable):
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
-            ready = _read_greeting(self._process)
+            ready = _await_line(self._process, Deadline(_START_S), lambda: False)
         except (RuntimeFailure, OSError) as error:
             self._end()
             if self._closed:
@@ -156,19 +153,6 @@ class GrammarChecker(Closeable):
             self._end()
 
 
-def _read_greeting(process: subprocess.Popen[bytes]) -> str | None:
-    """Return what a started process says first; None if it says nothing for too long.
-
-    Raises:
-        RuntimeFailure: the process has ended, or is stopped.
-    """
-    assert process.stdout is not None  # noqa: S101  # it was started with pipes
-    speaks = partial(readable, process.stdout.fileno())
-    if not await_helper(process.pid, speaks, Deadline(_START_S), lambda: False):
-        return None
-    return _read_line(process, _START_S)
-
-
 def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
     """Return the answer to a grammar; None if it exceeds its processor time.
 
@@ -176,8 +160,6 @@ def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float)
         RuntimeFailure: the process has ended, is stopped, or gets no processor time.
     """
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
-    assert process.stdout is not None  # noqa: S101
-    answers = partial(readable, process.stdout.fileno())
     line = json.dumps(grammar).encode() + b"\n"
     before_s, longest = _measure_cpu_s(process), Deadline(_LONGEST_S)
 
@@ -185,11 +167,10 @@ def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float)
         return _measure_cpu_s(process) - before_s > deadline_s
 
     write_all(process.stdin.fileno(), line, "reader of grammars", _WRITE_S)
-    if not await_helper(process.pid, answers, longest, has_spent):
-        if has_spent():
-            return None
+    answer = _await_line(process, longest, has_spent)
+    if answer is None and not has_spent():
         raise RuntimeFailure("the process that checks grammars gets no processor")
-    return _read_line(process, _LONGEST_S)
+    return answer
 
 
 def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
@@ -201,18 +182,20 @@ def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
     return float(times.user + times.system)
 
 
-def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str | None:
-    """Return the process's next line, a JSON string; None after the timeout.
+def _await_line(
+    process: subprocess.Popen[bytes], deadline: Deadline, has_spent: Callable[[], bool]
+) -> str | None:
+    """Return the process's next line, a JSON string; None at the deadline, or once it has spent.
 
     Raises:
-        RuntimeFailure: the process has ended.
+        RuntimeFailure: the process has ended, or is stopped.
     """
     assert process.stdout is not None  # noqa: S101  # it was started with pipes
-    deadline, line = Deadline(timeout_s), b""
+    pipe, line = process.stdout.fileno(), b""
     while not line.endswith(b"\n"):
-        if not readable(process.stdout.fileno(), deadline.remaining):
+        if not await_helper(process.pid, partial(readable, pipe), deadline, has_spent):
             return None
-        data = os.read(process.stdout.fileno(), READ_BYTES)
+        data = os.read(pipe, READ_BYTES)
         if not data:
             raise RuntimeFailure("the process that checks grammars is gone")
         line += data

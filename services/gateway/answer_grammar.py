@@ -9,8 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar, json_rule
-from protocol.errors import UsageError
+from protocol.decoding.grammar import check_size, json_grammar, json_rule
 from services.gateway.body import check_free_form
 from services.gateway.errors import refuse_value
 from services.gateway.template import ModelText
@@ -86,7 +85,7 @@ class GrammarWriter:
         form = self._form if either or self._form.harmony else AnswerFormat()
         answer = self._write_answer(functions, document, one_call=one_call)
         text = answer if opened is None else self._add_thought(answer, opened=opened)
-        _check_size(text)
+        check_size(text)
         thoughts = None if opened is None else self._form.thoughts
         bare = must_call or (either and self._writes_bare_calls)
         return AnswerGrammar(form._replace(thoughts=thoughts), text, answer, bare)
@@ -177,13 +176,3 @@ def _write_document(schema: dict[str, Any]) -> str:
     check_free_form(schema, "the schema")
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     return json_grammar(close_objects(kept))
-
-
-def _check_size(grammar: str) -> None:
-    """Raise UsageError if a grammar is too large to be sent."""
-    size = len(grammar.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise UsageError(
-            f"the answer's grammar or schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are "
-            "taken: shorten it, descriptions first"
-        )

@@ -87,10 +87,6 @@ def _is_number(value: Any, least: float = -(2**53), most: float = 2**53) -> bool
     return type(value) in (int, float) and least <= value <= most
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
 def _is_pattern(value: Any) -> bool:
     """Return True for a regular expression, which has no assertions and references to groups."""
     if not isinstance(value, str) or re.search(r"\(\?[=!>(]|\(\?<[=!]|\\[1-9bBAzZ]", value):
@@ -100,14 +96,6 @@ def _is_pattern(value: Any) -> bool:
     except (re.error, OverflowError, RecursionError):
         return False
     return True
-
-
-def _is_filled(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, dict | bool)
 
 
 _NAMED = {"properties", "$defs", "definitions", "patternProperties"}
@@ -127,9 +115,14 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "required": lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
     "multipleOf": lambda value: _is_number(value, 1e-9),
     **dict.fromkeys(_LEAST, _is_number),
-    **dict.fromkeys(_COUNTS, _is_count),
+    **dict.fromkeys(_COUNTS, lambda value: type(value) is int and 0 <= value < 2**31),
     **dict.fromkeys(_NAMED, lambda value: isinstance(value, dict)),
-    **dict.fromkeys(("items", "additionalProperties"), _is_schema),
-    **dict.fromkeys(("enum", "prefixItems", "anyOf", "oneOf", "allOf"), _is_filled),
+    **dict.fromkeys(
+        ("items", "additionalProperties"), lambda value: isinstance(value, dict | bool)
+    ),
+    **dict.fromkeys(
+        ("enum", "prefixItems", "anyOf", "oneOf", "allOf"),
+        lambda value: isinstance(value, list) and bool(value),
+    ),
 }
 """Whether a keyword's value can be part of a grammar."""
