@@ -22,19 +22,15 @@ from protocol.messages import MAX_GRAMMAR_CHARACTERS
 
 _BLANKS = r"[ ]{0,2}|\n[ \t]{0,16}"
 
-MAX_GRAMMAR_BYTES = MAX_GRAMMAR_CHARACTERS
-"""An ordinary schema of this size takes about 0.1 s to compile."""
-
 AllowedMask = npt.NDArray[np.bool_]
 
 
 def check_size(text: str) -> None:
     """Raise UsageError if a grammar is too large to be sent and compiled."""
-    size = len(text.encode())
-    if size > MAX_GRAMMAR_BYTES:
+    if (size := len(text.encode())) > MAX_GRAMMAR_CHARACTERS:
         raise UsageError(
-            f"the answer's grammar or schema has {size} bytes; "
-            f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
+            f"the answer's grammar or schema has {size} bytes; at most {MAX_GRAMMAR_CHARACTERS} "
+            "are taken: shorten it, descriptions first"
         )
 
 

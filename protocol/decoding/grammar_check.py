@@ -70,23 +70,18 @@ class GrammarChecker(Closeable):
             ServiceLost: other programs killed the checking process repeatedly.
             RuntimeFailure: the checking process does not start.
         """
-        if (reason := self._known.get(grammar)) is None:
-            reason = self._find_error(grammar)
-        if reason:
-            raise UsageError(reason)
-
-    def recall(self, grammar: str) -> str | None:
-        """Return a cached error of `check`, "" if the grammar is usable, None if it is unknown."""
-        return self._known.get(grammar)
-
-    def _find_error(self, grammar: str) -> str:
         check_size(grammar)
         with self._turn:
             if (reason := self._known.get(grammar)) is None:
                 reason = self._known[grammar] = self._ask(grammar)
                 while len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
-            return reason
+        if reason:
+            raise UsageError(reason)
+
+    def recall(self, grammar: str) -> str | None:
+        """Return a cached error of `check`, "" if the grammar is usable, None if it is unknown."""
+        return self._known.get(grammar)
 
     def _ask(self, grammar: str) -> str:
         is_to_blame = False

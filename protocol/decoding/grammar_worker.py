@@ -36,12 +36,7 @@ _ANY_STOP = 0
 
 
 def find_grammar_error(grammar: str, folder: Path | None) -> str:
-    """Return why a grammar cannot be used; empty if it can.
-
-    Args:
-        grammar: the text of the grammar.
-        folder: the model folder, for its tokenizer; if None, only the syntax is checked.
-    """
+    """Return why a grammar cannot be used; empty if it can. No folder: check its syntax only."""
     try:
         if folder is not None:
             # The tokenizer is loaded before the first grammar is timed.

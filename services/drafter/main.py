@@ -63,7 +63,7 @@ def _serve(settings: DrafterSettings, backend: DraftBackend, stages: Sequence[St
         # While the target waits for a draft.
         use_spare_cores(settings.spare_cores, spare.word)
     if folder := settings.target if settings.backend == "head" else settings.model:
-        stages = [*stages, tokenizer_stage(Path(folder))]
+        stages = [tokenizer_stage(Path(folder)), *stages]
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())

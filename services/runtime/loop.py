@@ -51,6 +51,8 @@ _QUIET_S = 0.2
 """How long nothing must have been asked before preparation goes on: a client's next request often
 follows its last one at once.
 """
+_BUSY_S, _APART_S = 30.0, 2.0
+"""After so long without an idle moment a step runs between two rounds; and how rarely then."""
 _LONG_S = 6.0
 """Duration that is announced for a step of preparation: the first of a kind compiles kernels."""
 
@@ -115,22 +117,26 @@ class _Preparing:
         self._channel, self._inbox = channel, inbox
         self._identity, self._preparer = identity, preparer
         self._is_quiet = self._is_due = False
+        self._busy_until = time.monotonic() + _BUSY_S
 
     def stop(self) -> None:
         """Record that there is work. One step follows it, however soon there is more."""
         self._is_quiet, self._is_due = False, True
 
-    def step(self) -> bool:
-        """Run a step if no message comes; False if nothing is left to be prepared."""
-        if self._preparer.is_complete:
+    def step(self, *, is_open: bool) -> bool:
+        """Run a step if no message comes; False if there is none to run now."""
+        may_go = self._preparer.goes_on_between_rounds and time.monotonic() >= self._busy_until
+        if self._preparer.is_complete or (is_open and not may_go):
             return False
-        if self._is_quiet or self._is_due or not self._inbox.linger(_QUIET_S):
+        if is_open:
+            self._run(_APART_S)
+        elif self._is_quiet or self._is_due or not self._inbox.linger(_QUIET_S):
             self._is_quiet, self._is_due = not self._is_due, False
-            self._run()
+            self._run(_BUSY_S)
         self._inbox.look(0)
         return True
 
-    def _run(self) -> None:
+    def _run(self, apart_s: float) -> None:
         self._inbox.heartbeat.beat(expected_s=_LONG_S)
         if self._preparer.step():
             self._channel.send(
@@ -142,6 +148,7 @@ class _Preparing:
             )
             if self._preparer.is_complete:
                 freeze_heap()
+        self._busy_until = time.monotonic() + apart_s
 
 
 def _serve(channel: Connection, inbox: Inbox, service: Service, prepare: _Preparing) -> bool:
@@ -152,7 +159,7 @@ def _serve(channel: Connection, inbox: Inbox, service: Service, prepare: _Prepar
         if queue:
             prepare.stop()
             inbox.look(queue.next().message.sequence)
-        elif queue.has_open or not prepare.step():
+        elif not prepare.step(is_open=queue.has_open):
             inbox.wait()
         if inbox.forgotten:
             for number in queue.clear():

@@ -2,7 +2,8 @@
 
 A stage is a generator that pauses after each step, of a few tenths of a second at most. It goes on
 only while no sequence is open, so what it changes takes effect between two answers and never within
-one. Until then a model computes as it was loaded.
+one. Until then a model computes as it was loaded. A stage that changes no computation also goes on
+between two rounds of a service that is never idle.
 """
 
 import logging
@@ -37,6 +38,8 @@ class Stage(NamedTuple):
     name: str
     """For users."""
     begin: Callable[[], Steps[None]]
+    between_rounds: bool = False
+    """True if it may go on while sequences are open: computations stay as they are."""
 
 
 def tokenizer_stage(folder: Path) -> Stage:
@@ -46,7 +49,7 @@ def tokenizer_stage(folder: Path) -> Stage:
         load_tokenizer(folder)
         yield
 
-    return Stage("grammars", load)
+    return Stage("grammars", load, between_rounds=True)
 
 
 class Preparer:
@@ -56,8 +59,7 @@ class Preparer:
         self._stages = stages
         self._done = 0
         self._steps: Steps[None] | None = None
-        self._times: list[float] = []
-        """Seconds of the present stage's steps."""
+        self._stage_s = 0.0
 
     @property
     def state(self) -> PreparationState:
@@ -70,6 +72,11 @@ class Preparer:
         """True if nothing is left."""
         return self._done >= len(self._stages)
 
+    @property
+    def goes_on_between_rounds(self) -> bool:
+        """True if the present stage may go on while sequences are open."""
+        return not self.is_complete and self._stages[self._done].between_rounds
+
     def step(self) -> bool:
         """Run a step of the present stage; return True if the stage has ended.
 
@@ -80,22 +87,14 @@ class Preparer:
         try:
             next(self._steps)
         except StopIteration:
-            self._end(stage, began)
-            return True
+            _log.info("prepared %s in %.2f s of steps", stage.name, self._stage_s)
         except BackendLost:
             raise
         # The service works without it.
         except Exception:  # noqa: BLE001
             _log.exception("preparing %s failed", stage.name)
-            self._end(stage, began)
-            return True
-        self._times.append(time.perf_counter() - began)
-        return False
-
-    def _end(self, stage: Stage, began: float) -> None:
-        times = [*self._times, time.perf_counter() - began]
-        _log.info(
-            "prepared %s in %.2f s, %d steps of at most %.2f s",
-            *(stage.name, sum(times), len(times), max(times)),
-        )
-        self._done, self._steps, self._times = self._done + 1, None, []
+        else:
+            self._stage_s += time.perf_counter() - began
+            return False
+        self._done, self._steps, self._stage_s = self._done + 1, None, 0.0
+        return True

@@ -37,6 +37,7 @@ class VerifierStages:
             is_whole: False if the target is spread over ranks, and prepared by all of them.
             prelaunches: True if passes may be launched before their tokens are known.
         """
+        yield tokenizer_stage(folder)
         if is_whole and compute_unit() == "metal":
             yield Stage("kernels", self._try_metal_kernels)
         for name, improvement in list_improvements(self._verifier.target) if is_whole else ():
@@ -45,8 +46,8 @@ class VerifierStages:
             yield Stage("prelaunched passes", self._try_prelaunching)
         if compute_unit() != "cpu":
             yield Stage("first passes", partial(warm_verifier, self._verifier))
-        yield Stage("times of passes", self._time_passes)
-        yield tokenizer_stage(folder)
+        on_cpu = compute_unit() == "cpu"
+        yield Stage("times of passes", self._time_passes, between_rounds=on_cpu)
 
     def _try_metal_kernels(self) -> Steps[None]:
         module = self._verifier.target.verify

@@ -21,7 +21,7 @@ class TrialSequence:
     The verifier drops it when it is asked for anything else; the next pass then opens it again.
 
     Args:
-        verifier: has no other sequence during a pass.
+        verifier: has no other work during a pass.
         drafter_idle: as in `Verify`.
     """
 

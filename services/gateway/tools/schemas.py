@@ -71,8 +71,6 @@ def _has_place(schema: Any, place: str) -> bool:
     """Return True if `place` (`#/$defs/NAME`) is a schema within this one."""
     start, *names = unquote(place).split("/")
     for name in names:
-        if isinstance(schema, list):
-            schema = {str(number): part for number, part in enumerate(schema)}
         key = name.replace("~1", "/").replace("~0", "~")
         schema = schema.get(key) if isinstance(schema, dict) else None
     return start == "#" and isinstance(schema, dict | bool)

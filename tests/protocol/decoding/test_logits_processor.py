@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
+from protocol.decoding.grammar import Grammar, check_grammar, json_grammar
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.errors import UsageError
-from protocol.messages import LogitsOptions, Tokens
+from protocol.messages import MAX_GRAMMAR_CHARACTERS, LogitsOptions, Tokens
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS, vocabulary_size
 
@@ -183,7 +183,7 @@ def test_nonsense_is_no_grammar(text: str) -> None:
 
 def test_a_grammar_has_a_largest_size() -> None:
     """Beyond it, the refusal tells the limit; up to it, size is no reason."""
-    most = MAX_GRAMMAR_BYTES
+    most = MAX_GRAMMAR_CHARACTERS
     grammar = 'start: "a" //'
     check_grammar(grammar.ljust(most, "x"))
     with pytest.raises(UsageError, match=f"{most + 1} bytes; at most {most}"):

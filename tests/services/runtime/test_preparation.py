@@ -189,6 +189,25 @@ def test_each_request_is_followed_by_a_step(folder: str, monkeypatch: pytest.Mon
         assert service.receive() == found("", 1, 1)
 
 
+def test_a_service_that_is_never_idle_prepares_between_rounds(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes no computation goes on while a sequence is open; the rest waits."""
+    monkeypatch.setattr("services.runtime.loop._BUSY_S", 0.0)
+    monkeypatch.setattr("services.runtime.loop._APART_S", 0.0)
+    harmless, other = Gate(2), Gate(1)
+    stages = (Stage("times of passes", harmless, between_rounds=True), Stage("traces", other))
+    with preparing(folder, *stages) as service:
+        service.send(Welcome(), opening(1))
+        assert isinstance(service.receive(), Prefilled)
+        harmless.let(2)
+        assert service.receive() == found("traces", 1, 2)
+        assert other.taken == 0
+        service.send(CloseSequence(sequence=1))
+        other.let(1)
+        assert service.receive() == found("", 2, 2)
+
+
 def test_a_stage_that_fails_is_left_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Steps[None]:
         yield
