@@ -63,10 +63,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def load_tokenizer(folder: Path) -> None:
-    """Load the tokenizer of the model in `folder` for its grammars, before there is one.
-
-    A tokenizer that cannot be used is an error of the requests with grammars.
-    """
+    """Load a model's tokenizer before there is a grammar; a bad one fails the requests with one."""
     if (folder / "tokenizer.json").is_file() and (stop_ids := read_stop_ids(folder)):
         with contextlib.suppress(UsageError):
             _tokenizer(folder, tuple(sorted(stop_ids)))
@@ -75,12 +72,11 @@ def load_tokenizer(folder: Path) -> None:
 class Grammar:
     """A grammar, and the position of an answer in it."""
 
-    def __init__(self, matcher: Any, vocabulary_size: int, stop_id: int, folder: Path) -> None:
-        self._matcher = matcher
-        self._size = vocabulary_size
+    def __init__(self, matcher: Any, tokenizer: Any, stop_id: int) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._size = int(tokenizer.vocab_size)
         self.stop_id = stop_id
         """A token that ends the answer."""
-        self._folder = folder
 
     @classmethod
     def start(cls, text: str, folder: Path, stop_ids: Iterable[int]) -> Self:
@@ -95,12 +91,12 @@ class Grammar:
             UsageError: the grammar cannot be used with this model.
         """
         stops = tuple(sorted(stop_ids))
-        compiled, size = _compile(text, folder, stops)
-        return cls(compiled.deep_copy(), size, stops[0], folder)
+        compiled, tokenizer = _compile(text, folder, stops)
+        return cls(compiled.deep_copy(), tokenizer, stops[0])
 
     def copy(self) -> "Grammar":
         """Return a copy at the same position, for trying another continuation."""
-        return Grammar(self._matcher.deep_copy(), self._size, self.stop_id, self._folder)
+        return Grammar(self._matcher.deep_copy(), self._tokenizer, self.stop_id)
 
     @property
     def is_accepting(self) -> bool:
@@ -110,7 +106,7 @@ class Grammar:
     @property
     def characters(self) -> dict[str, int]:
         """The tokens of single ASCII characters."""
-        return _list_characters(self._folder)
+        return _list_characters(self._tokenizer)
 
     def advance(self, token: int) -> bool:
         """Consume a token; return False, unchanged, if it is not allowed here.
@@ -153,8 +149,8 @@ class Grammar:
 
 
 @lru_cache(maxsize=16)
-def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, int]:
-    """Return the matcher at the beginning of an answer, and the vocabulary size."""
+def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the matcher at the beginning of an answer, and the tokenizer."""
     from llguidance import LLMatcher  # noqa: PLC0415  # heavy, rarely needed
 
     tokenizer = _tokenizer(folder, stop_ids)
@@ -162,7 +158,7 @@ def _compile(text: str, folder: Path, stop_ids: tuple[int, ...]) -> tuple[Any, i
         matcher = LLMatcher(tokenizer, text, limits=_limits())
     if matcher.is_error():
         raise UsageError(f"the grammar cannot be used: {_in_one_line(matcher.get_error())}")
-    return matcher, int(tokenizer.vocab_size)
+    return matcher, tokenizer
 
 
 @cache
@@ -194,8 +190,7 @@ def _tokenizer(folder: Path, stop_ids: tuple[int, ...]) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _list_characters(folder: Path) -> dict[str, int]:
-    tokenizer = _tokenizer(folder, tuple(sorted(read_stop_ids(folder))) or (0,))
+def _list_characters(tokenizer: Any) -> dict[str, int]:
     spelt = {chr(code): tokenizer.tokenize_str(chr(code)) for code in range(33, 127)}
     return {character: ids[0] for character, ids in spelt.items() if len(ids) == 1}
 

@@ -93,14 +93,13 @@ class GrammarChecker(Closeable):
                 continue
             try:
                 reason = _exchange(process, grammar, self._deadline_s)
-            except (RuntimeFailure, OSError, ValueError):
+            except (RuntimeFailure, OSError, ValueError, psutil.Error):
                 is_to_blame = has_broken_down(process)
                 self._end()
                 continue
             if reason is not None:
                 return reason
             self._end()  # its answer would be taken for the next one's
-            _log.warning("a grammar of %d characters takes too long to compile", len(grammar))
             return (
                 f"the answer's grammar or schema takes more than {self._deadline_s:g} s to "
                 "compile; simplify its patterns and references"
@@ -122,8 +121,6 @@ class GrammarChecker(Closeable):
             ready = _await_line(self._process, Deadline(_START_S), lambda: False)
         except (RuntimeFailure, OSError) as error:
             self._end()
-            if self._closed:
-                raise RuntimeFailure("grammars are not checked any more") from error
             raise ServiceLost("the process that checks grammars was ended at its start") from error
         if ready != "":
             self._end()
@@ -153,28 +150,21 @@ def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float)
 
     Raises:
         RuntimeFailure: the process has ended, is stopped, or gets no processor time.
+        psutil.Error: it has ended.
     """
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
     line = json.dumps(grammar).encode() + b"\n"
-    before_s, longest = _measure_cpu_s(process), Deadline(_LONGEST_S)
+    measure, longest = psutil.Process(process.pid).cpu_times, Deadline(_LONGEST_S)
+    before_s = sum(measure()[:2])
 
     def has_spent() -> bool:
-        return _measure_cpu_s(process) - before_s > deadline_s
+        return bool(sum(measure()[:2]) - before_s > deadline_s)
 
     write_all(process.stdin.fileno(), line, "reader of grammars", _WRITE_S)
     answer = _await_line(process, longest, has_spent)
     if answer is None and not has_spent():
         raise RuntimeFailure("the process that checks grammars gets no processor")
     return answer
-
-
-def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
-    """Return the process's processor time; raise RuntimeFailure if it has ended."""
-    try:
-        times = psutil.Process(process.pid).cpu_times()
-    except psutil.Error as error:
-        raise RuntimeFailure("the process that checks grammars is gone") from error
-    return float(times.user + times.system)
 
 
 def _await_line(

@@ -132,8 +132,7 @@ class GrammarWriter:
             header = json.dumps(f"commentary to=functions.{function.name} ")
             arguments = json_rule(describe_arguments(function.parameters or {}))
             json_mark = f'{self._write_mark("<|constrain|>")} "json"'
-            rules.append(f"call_{number}: {channel} {header} {json_mark} {message} %arguments")
-            rules[-1] = rules[-1].replace("%arguments", arguments)
+            rules.append(f"call_{number}: {channel} {header} {json_mark} {message} {arguments}")
         if document:
             rules.append(f'final: {channel} "final" {message} document')
             rules.append(document.replace("start:", "document:", 1))

@@ -72,7 +72,10 @@ def call_grammar(
 
 
 def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, Any]:
-    """Return the schema of a call in JSON; `arguments` is the family's name for them."""
+    """Return the schema of a call in JSON; `arguments` is the family's name for them.
+
+    What a grammar cannot express is not enforced: a client checks its tools' arguments itself.
+    """
     kinds = [
         {
             "type": "object",
@@ -87,11 +90,7 @@ def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, 
         }
         for number, function in enumerate(functions)
     ]
-    return {"anyOf": kinds, "x-guidance": _LENIENT}
-
-
-_LENIENT = {"lenient": True, "coerce_one_of": True}
-"""What a grammar cannot express is not enforced: a client checks its tools' arguments itself."""
+    return {"anyOf": kinds, "x-guidance": {"lenient": True, "coerce_one_of": True}}
 
 
 def complete_json(text: str) -> str:

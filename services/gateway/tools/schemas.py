@@ -7,10 +7,7 @@ from urllib.parse import unquote
 
 
 def describe_arguments(parameters: dict[str, Any], root: str = "#") -> dict[str, Any]:
-    """Return the schema of a forced call's arguments: `{}` for a function without parameters.
-
-    `root` is its place in the schema that it becomes a part of.
-    """
+    """Return the schema of a forced call's arguments at `root`: `{}` if it has no parameters."""
     ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
     if any(parameters.get(way) for way in ways):
         kept = _keep_usable(close_objects(parameters))
