@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +12,11 @@ from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Features, Tokens
 from services.kernels.cuda.host_rows import HostRows, ReadRows, open_host_rows
-from services.mlx.taps import Taps, TrialPasses
 from services.runtime.preparation import Steps
-from services.verifier.feature_log import FeatureLog, Rows
+
+if TYPE_CHECKING:
+    from services.mlx.taps import Taps, TrialPasses
+    from services.verifier.feature_log import FeatureLog, Rows
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class ReadSequence(Protocol):
     """A sequence of the target."""
 
     tokens: Tokens
-    features: FeatureLog | None
+    features: "FeatureLog | None"
 
 
 class FeatureSource:
@@ -41,7 +43,7 @@ class FeatureSource:
         trial: as for `Taps`.
     """
 
-    def __init__(self, model: Any, trial: TrialPasses | None = None) -> None:
+    def __init__(self, model: Any, trial: "TrialPasses | None" = None) -> None:
         self._model = model
         self._trial = trial
         self.request: FeatureRequest | None = None
@@ -68,6 +70,8 @@ class FeatureSource:
         self._kept = []
         if request is None:
             return
+        from services.mlx.taps import Taps  # noqa: PLC0415
+
         taps = Taps(self._model, request.layers, self._trial)
         try:
             self._projection = _read_projection(request, taps.width)
@@ -121,11 +125,11 @@ class FeatureSource:
             features = mx.clip(features, -_LARGEST_HALF, _LARGEST_HALF)
         return features.astype(getattr(mx, self.request.dtype))
 
-    def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> FeatureLog | None:
+    def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> "FeatureLog | None":
         """Start a log with the features of these tokens in other sequences, if any."""
         if self.request is None:
             return None
-        best = FeatureLog(self.request)
+        best = self._new_log(self.request)
         others = [(one.tokens, one.features) for one in running if one.features is not None]
         for known, log in [*self._kept, *others]:
             length = common_prefix_length(known, tokens)
@@ -133,19 +137,25 @@ class FeatureSource:
                 best = log.fork(length)
         return best
 
+    @staticmethod
+    def _new_log(request: FeatureRequest) -> "FeatureLog":
+        from services.verifier.feature_log import FeatureLog  # noqa: PLC0415
+
+        return FeatureLog(request)
+
     def keep(self, sequence: ReadSequence) -> None:
         """Keep a finished sequence's log for others with the same prefix."""
         if sequence.features is not None and sequence.features.request == self.request:
             self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
 
     def log(
-        self, sequence: ReadSequence, position: int, rows: ReadRows | Rows | None
-    ) -> Rows | None:
+        self, sequence: ReadSequence, position: int, rows: "ReadRows | Rows | None"
+    ) -> "Rows | None":
         """Keep the rows of its tokens from `position` on; return them in the form they are sent."""
         if rows is None or self.request is None:
             return None
         if sequence.features is None or sequence.features.request != self.request:
-            sequence.features = FeatureLog(self.request)
+            sequence.features = self._new_log(self.request)
         on_host = rows if isinstance(rows, np.ndarray) else np.array(rows)
         sequence.features.append(position, on_host)
         return on_host
@@ -158,7 +168,7 @@ class FeatureSource:
         for first, rows in log.blocks(_BYTES):
             yield self.message(number, first, rows)
 
-    def message(self, sequence: int, first: int, rows: Rows) -> Features:
+    def message(self, sequence: int, first: int, rows: "Rows") -> Features:
         """Return the message for these rows."""
         data = np.ascontiguousarray(rows).tobytes()
         return Features(

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from msgspec.structs import replace
@@ -14,7 +15,9 @@ from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.engine.pass_handle import PassHandle, SubmittedPass
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
-from services.verifier.feature_log import FeatureLog
+
+if TYPE_CHECKING:
+    from services.verifier.feature_log import FeatureLog
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification, for a prepared chain."""
@@ -33,7 +36,7 @@ class TargetSequence:
     rule: AcceptanceRule
     tokens: Tokens
     """The committed tokens."""
-    features: FeatureLog | None = None
+    features: "FeatureLog | None" = None
     """Features of the target for a drafter at these tokens."""
     passes: deque[PassHandle] = field(default_factory=deque)
     """The pass that runs or was submitted, and those started behind it."""

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -27,8 +27,10 @@ from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, windows_of
 from services.mlx.rope import use_tables
-from services.mlx.taps import TrialPasses
 from services.runtime.preparation import Steps, run_all
+
+if TYPE_CHECKING:
+    from services.mlx.taps import TrialPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class TargetModel:
     """Slot table for shared passes in which one attention kernel serves all sequences."""
     traced: TracedForward | None = None
     """Traced passes on a GPU, which would otherwise wait for this process to build them."""
-    trial: TrialPasses | None = None
+    trial: "TrialPasses | None" = None
     """How a rank's part tests if a drafter can read it."""
 
     @property
