@@ -145,5 +145,6 @@ def produce_folder(folder: Path, lifeline: int | None) -> Iterator[Path]:
     """
     if lifeline is not None:
         watch_lifeline(lifeline, lambda: remove_temporaries(folder))
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as new:
         yield new

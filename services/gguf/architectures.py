@@ -158,11 +158,29 @@ def config_of(file: GGUFFile, family: Family) -> Config:
         "vocab_size": shape_of(tensors["token_embd.weight"])[0],
         "tie_word_embeddings": "output.weight" not in tensors,
     }
+    _check_lengths(file, config)
     scaling = rope_scaling(file, tensors, config)
     if scaling:
         config["rope_scaling"] = scaling
     family.complete(file, config)
     return config
+
+
+def _check_lengths(file: GGUFFile, config: Config) -> None:
+    """Raise ModelError if a length in the metadata is not that of the tensors."""
+    heads = config["num_attention_heads"] * config["head_dim"]
+    lengths = {
+        "token_embd.weight": ("embedding_length", config["hidden_size"]),
+        "blk.0.attn_output.weight": ("attention.head_count", heads),
+        "blk.0.ffn_down.weight": ("feed_forward_length", config["intermediate_size"]),
+    }
+    for tensor in file.tensors:
+        name, length = lengths.get(tensor.name, ("", 0))
+        if name and shape_of(tensor)[-1] != length:
+            raise ModelError(
+                f"{str(file.path)!r} is damaged: its {file.architecture}.{name} does not fit the "
+                f"tensor {tensor.name!r}"
+            )
 
 
 def _of(file: GGUFFile, key: str, default: Any) -> Any:

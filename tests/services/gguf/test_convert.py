@@ -240,6 +240,9 @@ REFUSED = {
         "llama.rope.scaling.type": "odd",
         "llama.rope.scaling.factor": 2.0,
     },
+    "embedding_length does not fit the tensor 'token_embd": {"llama.embedding_length": 96},
+    "feed_forward_length does not fit the": {"llama.feed_forward_length": 32},
+    "head_count does not fit": {"llama.attention.head_count": 8},
 }
 
 

@@ -130,7 +130,7 @@ def test_the_command_assembles(
     target: Path, carried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The module, run as a program, writes the folder and exits with 0."""
-    folder = tmp_path / "draft"
+    folder = tmp_path / "new" / "draft"
     monkeypatch.setattr(sys, "argv", ["assemble", str(carried), str(target), str(folder)])
     assert main() == 0
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
