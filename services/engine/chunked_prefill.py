@@ -19,8 +19,8 @@ from services.engine.runner import ModelRunner
 from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows
+from services.kernels.register import kernels
 from services.kv.state import SequenceState
-from services.mlx.loader import compute_unit
 
 _WORTH = 8
 """Minimum number of tokens that waiting for another prompt's KV must save."""
@@ -123,8 +123,9 @@ class ChunkSizer:
                 drafters, whose rounding changes no token of an answer.
         """
         self._step = step
-        self._short = short and compute_unit() != "cuda"  # CUDA plans for each size
-        self._most = step * (1 if compute_unit() != "cuda" else _STEPS_ALONE)
+        sizes_recur = kernels().plans_shapes
+        self._short = short and not sizes_recur
+        self._most = step * (_STEPS_ALONE if sizes_recur else 1)
         self._tokens_per_s = 0.0
 
     def size(self, *, alone: bool, left: int = 0) -> int:

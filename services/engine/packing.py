@@ -31,7 +31,6 @@ from services.kv.layered import LayeredState, flatten_caches
 from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedRecurrence
 from services.kv.state import SequenceState
-from services.mlx.loader import compute_unit
 from services.mlx.rope import allow_branches, has_rope
 from services.mlx.selftest import is_close, measure_distance
 from services.runtime.preparation import Steps
@@ -130,15 +129,6 @@ def pack_caches(
         return PackedCache(caches, rows, offset)
 
     return [pack(layer) for layer in zip(*(state.caches for state in states), strict=True)]
-
-
-def batches_recurrences() -> bool:
-    """Return True if recurrences of equal length form one batch here.
-
-    MLX has no kernel for them on CUDA, and each of its steps is a few launches. On a CPU the copies
-    cost more.
-    """
-    return compute_unit() == "cuda"
 
 
 @contextlib.contextmanager
@@ -344,6 +334,6 @@ def _run_flat(
         if seated is None:
             raise ModelError("there is no room for a table")
         return seated[0]
-    with pack_pass(states, in_batches=batches_recurrences()) as caches:
+    with pack_pass(states, in_batches=kernels().batches_recurrences) as caches:
         rows: mx.array = model(row, cache=caches)[0]
     return rows

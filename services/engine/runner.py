@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from protocol.messages import Tokens
-from services.engine.packing import batches_recurrences, pack_pass
+from services.engine.packing import pack_pass
 from services.engine.pass_handle import (
     AheadPass,
     JointChoice,
@@ -23,19 +23,14 @@ from services.engine.pass_handle import (
 from services.engine.pass_memory import PassMemory
 from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows, pending
+from services.kernels.register import kernels
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
 from services.mlx.launching import compute_in_pieces, launch, launch_in_pieces
-from services.mlx.loader import compute_unit
 
 _log = logging.getLogger(__name__)
-
-
-def most_rows() -> int:
-    """Return the most tokens of a shared pass."""
-    return 16 if compute_unit() == "cpu" else 64
 
 
 class TracedPass(Protocol):
@@ -255,7 +250,7 @@ class ModelRunner:
         if table is not None and (seated := self._run_at(table, row, states, extra)) is not None:
             return seated
         if len(states) > 1:
-            with pack_pass(states, in_batches=batches_recurrences()) as caches:
+            with pack_pass(states, in_batches=kernels().batches_recurrences) as caches:
                 packed: mx.array = self.model(row, cache=caches, **extra)
             return packed
         if (

@@ -1,4 +1,4 @@
-"""Kernels of our own by device; MLX computes what they do not take.
+"""Kernels of our own by device, and what suits it; MLX computes what they do not take.
 
 A new kernel for attention or for the choice of tokens is entered here. Those for products and
 blocks are patches of a model's layers (`services.mlx.patches`).
@@ -20,7 +20,7 @@ from services.mlx.loader import compute_unit
 
 
 class Kernels(NamedTuple):
-    """The kernels of a device; each returns None for a call that it does not take."""
+    """The kernels of a device, each of which returns None for a call that it does not take."""
 
     attend: tuple[Callable[..., mx.array | None], ...]
     """Tried in turn: (queries, keys, values, scale, mask) -> attention."""
@@ -32,16 +32,31 @@ class Kernels(NamedTuple):
     """The best columns of rows, as `cuda.sampling.best.find_best`."""
     guess: Callable[..., tuple[mx.array, mx.array] | None] = lambda *_: None
     """The drafter's tokens, as `cuda.sampling.guess.guess_tokens`."""
+    most_shared_rows: int = 64
+    """Most tokens of a pass that several sequences share."""
+    plans_shapes: bool = False
+    """True if MLX plans its kernels for each new shape, so that sizes should recur."""
+    batches_recurrences: bool = False
+    """True if recurrences of equal length should form one batch: MLX has no kernel for them, and
+    each of their steps is a few launches. On a CPU the copies cost more.
+    """
 
 
 KERNELS = {
-    "cpu": Kernels((cpu_attention.attend,), attends_in_traces=False, choose=choose_on_cpu),
+    "cpu": Kernels(
+        (cpu_attention.attend,),
+        attends_in_traces=False,
+        choose=choose_on_cpu,
+        most_shared_rows=16,
+    ),
     "metal": Kernels((choice.attend,)),
     "cuda": Kernels(
         (cuda_attention.attend, cuda_attention.attend_many),
         choose=choose_on_cuda,
         find_best=find_best,
         guess=guess_tokens,
+        plans_shapes=True,
+        batches_recurrences=True,
     ),
 }
 

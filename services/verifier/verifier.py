@@ -26,8 +26,9 @@ from protocol.messages import (
 )
 from services.engine.chunked_prefill import ChunkedPrefill
 from services.engine.pass_memory import PassMemory
-from services.engine.runner import ModelRunner, most_rows
+from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
+from services.kernels.register import kernels
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
@@ -97,7 +98,7 @@ class Verifier:
         self.target, scheduler = target, self.scheduler
         self.takes_trees = target.takes_trees
         """True if drafts may branch."""
-        scheduler.queue.most_rows = most_rows() if target.shares_passes else 0
+        scheduler.queue.most_rows = kernels().most_shared_rows if target.shares_passes else 0
         scheduler.runner.traced, scheduler.runner.table = target.traced, target.table
         self._chunked_prefill.share(target.table, prompts=target.shares_prompts)
 

@@ -17,6 +17,7 @@ from protocol.messages import (
 )
 from services.engine import chunked_prefill
 from services.engine.chunked_prefill import ChunkSizer
+from services.kernels.register import KERNELS
 from services.kv.cache import KVStore
 from services.mlx import launching
 from services.runtime.inbox import Work
@@ -40,7 +41,7 @@ def test_alone_on_cuda_few_large_pieces_recur(
     monkeypatch: pytest.MonkeyPatch, left: int, chunks: list[int]
 ) -> None:
     """What is left over is as short as elsewhere."""
-    monkeypatch.setattr(chunked_prefill, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(chunked_prefill, "kernels", lambda: KERNELS["cuda"])
     sizer, found = ChunkSizer(512), list[int]()
     while left:
         found.append(min(left, sizer.size(alone=True, left=left)))

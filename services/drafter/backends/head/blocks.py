@@ -35,7 +35,7 @@ from services.drafter.backends.head.recurrent import WINDOW
 from services.drafter.backends.head.states import StateRun
 from services.drafter.backends.head.weights import TargetEnds, head_dtype
 from services.drafter.backends.mlx_tree import Bud
-from services.engine.runner import most_rows
+from services.kernels.register import kernels
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind
@@ -75,7 +75,7 @@ class _Slots:
 
     def __init__(self, head: BlockHead, hidden: mx.array, depth: int) -> None:
         self._head, self._hidden = head, hidden
-        self._ahead = max(1, min(depth, most_rows() // hidden.shape[0]))
+        self._ahead = max(1, min(depth, kernels().most_shared_rows // hidden.shape[0]))
         self._rows: dict[tuple[int, int], int] = {}
         self._logits = hidden
 
