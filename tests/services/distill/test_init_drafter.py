@@ -21,10 +21,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_drafter_grows_from_one_of_fewer_layers(tmp_path: Path) -> None:
     """It begins as that drafter: the layers between its first and its last ones add nothing."""
     target = write_tiny_model(tmp_path / "target", "llama", layers=6)
-    small = settings_for(target, tmp_path / "small", layers=3, steps=3, precision="float32")
+    small = settings_for(
+        target, tmp_path / "small", layers=3, steps=3, precision="float32", data_tokens=800
+    )
     distill(small, Quiet())
     grown = settings_for(
         target, tmp_path / "grown", layers=5, steps=1, learning_rate=1e-12, precision="float32",
+        data_tokens=800,
         init_drafter=str(tmp_path / "small"),
     )  # fmt: skip
     distill(grown, Quiet())
@@ -35,27 +38,31 @@ def test_a_drafter_grows_from_one_of_fewer_layers(tmp_path: Path) -> None:
     assert np.abs(np.array(more.layers[2].self_attn.q_proj.weight)).max() > 0
 
 
-def test_a_drafter_of_more_layers_is_refused(target: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter of two layers."""
+    folder = tmp_path_factory.mktemp("drafter") / "a"
+    distill(settings_for(target, folder, layers=2, steps=3, data_tokens=800), Quiet())
+    return folder
+
+
+def test_a_drafter_of_more_layers_is_refused(target: Path, drafter: Path, tmp_path: Path) -> None:
     """Growing adds layers; none is left out."""
-    first = settings_for(target, tmp_path / "a", layers=2, steps=1)
-    distill(first, Quiet())
     again = settings_for(
-        target, tmp_path / "b", layers=1, steps=1, init_drafter=str(tmp_path / "a")
+        target, tmp_path / "b", layers=1, steps=1, data_tokens=800, init_drafter=str(drafter)
     )
     with pytest.raises(ModelError, match="give --layers 2"):
         distill(again, Quiet())
 
 
-def test_a_drafter_can_be_trained_further(target: Path, tmp_path: Path) -> None:
+def test_a_drafter_can_be_trained_further(target: Path, drafter: Path, tmp_path: Path) -> None:
     """`init_drafter` starts from a drafter's own weights: no step leaves them as they were."""
-    first = settings_for(target, tmp_path / "a", layers=2, steps=3)
-    distill(first, Quiet())
     again = settings_for(
-        target, tmp_path / "b", layers=2, steps=1, learning_rate=1e-12,
-        init_drafter=str(tmp_path / "a"),
+        target, tmp_path / "b", layers=2, steps=1, learning_rate=1e-12, data_tokens=800,
+        init_drafter=str(drafter),
     )  # fmt: skip
     distill(again, Quiet())
-    one, other = (mx.load(str(tmp_path / run / "model.safetensors")) for run in "ab")
+    one, other = (mx.load(str(run / "model.safetensors")) for run in (drafter, tmp_path / "b"))
     assert isinstance(one, dict)
     assert isinstance(other, dict)
     for key, array in one.items():
