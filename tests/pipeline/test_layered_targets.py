@@ -38,7 +38,7 @@ SAMPLINGS = {"greedy": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
 
 
 class Target(NamedTuple):
-    """A stack, the family of its target, and that of its drafter or `ngram`."""
+    """A stack, the family of its target, and that of its drafter."""
 
     family: str
     drafter: str
@@ -86,29 +86,23 @@ STACKS = (
     ("qwen3_5", "llama"),
     ("jamba", "llama"),
     ("lfm2", "lfm2"),
-    ("nemotron_h", "nemotron_h"),
     ("gemma3", "gemma3"),
-    ("gpt_oss", "ngram"),
 )
-"""Targets that replay, are fed again, have windows; with a drafter of another family, one that
-is like the target, or none."""
+"""Targets that replay, are fed again, have windows; with a drafter of another family, or one that
+is like the target."""
 
 AGAIN = "recurrent states are recomputed from recorded inputs"
 WAYS = {
     "qwen3_5": AGAIN,
     "lfm2": AGAIN,
-    "nemotron_h": AGAIN,
     "jamba": "accepted tokens are fed again after a rejection",
     "gemma3": "rejected tokens are cut off",
-    "gpt_oss": "rejected tokens are cut off",
 }
 """How they go back, in words; what fails at load is done in a slower way."""
 
 
 def settings_of(family: str, drafter: str, folder: Path) -> StackSettings:
     model: Path = tiny_folder(family)
-    if drafter == "ngram":
-        return StackSettings(model=str(model), draft_backend="ngram", restarts=1000)
     noise = 0.01 if drafter == family else 0.0
     draft = write_tiny_model(folder / drafter, drafter, noise=noise)
     return StackSettings(model=str(model), draft_model=str(draft), restarts=1000)
@@ -159,9 +153,6 @@ def test_an_answer_survives_its_verifier(target: Target) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "target", [one for one in STACKS if one[1] != "ngram"], ids="-".join, indirect=True
-)
 def test_an_answer_survives_its_drafter(target: Target) -> None:
     """What was drafted and never verified leaves nothing in the state."""
     answer = answer_beside_death(
