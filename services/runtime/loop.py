@@ -158,6 +158,7 @@ def _serve(channel: Connection, inbox: Inbox, service: Service, prepare: _Prepar
     while True:
         if queue:
             prepare.stop()
+            prepare.step(is_open=True)
             inbox.look(queue.next().message.sequence)
         elif not prepare.step(is_open=queue.has_open):
             inbox.wait()

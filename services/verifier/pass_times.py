@@ -37,8 +37,9 @@ def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> Steps[PassTimes
     trial = TrialSequence(verifier, drafter_idle=drafter_idle)
     stopwatch = _Stopwatch(trial)
     try:
+        while verifier.is_computing:
+            yield
         trial.open(_PROMPT)
-        yield
         trial.verify([])  # a process's first pass takes longer
         yield
         yield from _measure(stopwatch, verifier)
@@ -61,6 +62,8 @@ def _measure(stopwatch: "_Stopwatch", verifier: Verifier) -> Steps[None]:
                 continue
             if stopwatch.chains and taken_s >= _BUDGET_S:
                 return
+            while verifier.is_computing:
+                yield
             began = time.monotonic()
             stopwatch.time(parents)
             taken_s += time.monotonic() - began

@@ -158,6 +158,12 @@ class Verifier:
         """Return True if this sequence is open."""
         return number in self._sequences
 
+    @property
+    def is_computing(self) -> bool:
+        """True if a prompt or a verification is in work."""
+        requests = any(one.request is not None for one in self._sequences.values())
+        return requests or bool(self._chunked_prefill.prompts)
+
     def retire_all(self) -> None:
         """Drop all sequences, even in the middle of a pass: their committed tokens are kept."""
         self._revoked.clear()

@@ -1,5 +1,6 @@
 """What is measured of a target before it is used, and that nothing of that stays."""
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
+from services.runtime.sequence_table import TRIAL_SEQUENCE
 from services.verifier import pass_times
 from services.verifier.pass_times import measure_passes
 from services.verifier.verifier import Verifier
@@ -34,6 +36,22 @@ def test_passes_that_the_target_can_verify_are_measured(
     assert set(times.trees) == set(pass_times._TREES if verifier.takes_trees else ())
     assert all(ms > 0.0 for ms in [*times.chains.values(), *times.trees.values()])
     assert not verifier._sequences
+
+
+def test_passes_are_timed_between_those_of_requests() -> None:
+    """Work on a prompt or a verification ends first, as it may share its passes."""
+    verifier = Verifier(load(tiny_folder("llama")), 4)
+    steps, prompt = measure_passes(verifier, drafter_idle=True), list(range(1, 13))
+    opening = verifier.handle(OpenSequence(sequence=1, tokens=prompt, sampling=Sampling()))
+    next(opening)
+    next(steps)
+    assert not verifier.has_open(TRIAL_SEQUENCE)
+    deque(opening, maxlen=0)
+    next(steps)
+    assert verifier.has_open(TRIAL_SEQUENCE)
+    times = run_all(steps)
+    assert times.chains
+    assert verifier.has_open(1)
 
 
 def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
