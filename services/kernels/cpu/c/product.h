@@ -7,7 +7,10 @@
 #include "inline.h"
 #include "layout.h"
 
-enum { PARTS = STRIP / LANES }; /* registers of a strip */
+enum {
+    PARTS = STRIP / LANES, /* registers of a strip */
+    AHEAD = 2048           /* bytes that are fetched ahead */
+};
 
 /* Registers of a strip for which the activations of nibbles are read once: eight sums are as many
  * as there is room for. */
@@ -138,9 +141,12 @@ INLINE void strip_of_bytes(const struct matrix *m, int weights, int scales, int 
         struct group group = group_at(m, scales, strip_at, g);
         const uint8_t *codes = group.codes, *end = codes + code_bytes(m);
         for (; codes < end; codes += bytes32, bytes += count * ROUNDED, own += count, all += count) {
+            for (size_t line = 0; line < bytes32; line += 64)
+                __builtin_prefetch(codes + line + AHEAD);
             UNROLLED for (int part = 0; part < PARTS; part += parts)
                 add_bytes(weights, scales, group, codes, part, parts, bytes, own, all, count, sums);
         }
+        __builtin_prefetch(end + AHEAD);
     }
     put_sums(m, strip, count, sums, y + first * stride, stride);
 }
