@@ -96,8 +96,7 @@ class CostModel:
             vars(self).update(vars(CostModel()) | kept)
             self.expect_passes(times)
         self._on_cpu[hello.role] = hello.compute_unit == "cpu" and hello.backend != "remote"
-        if not self.verify_latency.is_observed:
-            self.drafts_in_turn = len(self._on_cpu) > 1 and all(self._on_cpu.values())
+        self.drafts_in_turn = len(self._on_cpu) > 1 and all(self._on_cpu.values())
         if hello.role == "drafter":
             on_gpu = hello.compute_unit.partition(":")[0] in _GPUS  # "cuda:1" names a card
             self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU

@@ -179,9 +179,10 @@ def test_drafting_begins_in_turn_on_cores_that_both_share(
     backend: str,
     in_turn: bool,  # noqa: FBT001  # pytest names it
 ) -> None:
-    """A drafter beside a target on the same cores slows it down by what it computes."""
+    """A drafter that comes while the target decodes, too: it slows that down on the same cores."""
     estimates = CostModel()
     estimates.on_hello(service("verifier", "large", compute_unit=target))
+    estimates.verify_latency.observe(1, 10.0)
     assert not estimates.drafts_in_turn
     estimates.on_hello(service("drafter", "small", compute_unit=drafter, backend=backend))
     assert estimates.drafts_in_turn is in_turn
