@@ -47,7 +47,7 @@ def _keep_usable(schema: Any) -> Any:
     """Return the schema with the keywords that a grammar can express; {} for what is no schema."""
     if not isinstance(schema, dict):
         return schema if isinstance(schema, bool) else {}
-    kept = {key: schema[key] for key in _CHECKS.keys() & schema.keys() if _CHECKS[key](schema[key])}
+    kept = {key: value for key, value in schema.items() if key in _CHECKS and _CHECKS[key](value)}
     if not all(map(_is_pattern, kept.get("patternProperties", ()))):
         del kept["patternProperties"]
     if "required" in kept and kept.get("additionalProperties") is False:
