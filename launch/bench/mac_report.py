@@ -17,7 +17,7 @@ TEMPERATURE = 0.8
 """Temperature of all answers."""
 
 _PATH = re.compile(r"(?<![\w.])(?:~?(?:/[^\s/'\"]+)+|~)/")
-"""Folders before a name: the file is made for publication."""
+"""The folders of a path, which are removed: the file is meant to be published."""
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class MeasuredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MacReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that a user can attach to a report."""
+    """The file that a user can attach to a bug report."""
 
     format: int = 1
     date: str
@@ -46,14 +46,14 @@ class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     package: dict[str, Any]
     """The manifest of the converted model, the comparison included."""
     weight_bytes: int = 0
-    """Bytes of the target, for each pass of plain decoding."""
+    """Bytes of weights that each pass of plain decoding reads."""
     read_bytes_s: float = 0.0
-    """This machine's rate of reading them."""
+    """Rate at which this machine reads them, in bytes per second."""
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
     kernels: KernelReport = KernelReport()
-    """Our kernels for few rows on Metal, with the target; whole passes without and with them."""
+    """Trials of our Metal kernels for few rows, and of whole passes without and with them."""
     answers: list[MeasuredAnswer] = []
     stack: str = ""
     """Target and drafter of `answers`."""
@@ -70,7 +70,7 @@ def without_paths(report: MacReport) -> MacReport:
 def _bare(value: Any) -> Any:
     match value:
         case str():
-            # First the home, whose name may contain spaces, which end a path in a sentence.
+            # The home folder first: it may contain spaces, which in a sentence end a path.
             return _PATH.sub("", value.replace(f"{Path.home()}/", "~/"))
         case list():
             return [_bare(item) for item in value]
@@ -119,9 +119,7 @@ def _format_drafts(answer: MeasuredAnswer) -> str:
 
 
 def _format_speed(tokens: int, milliseconds: float, unit: str = "") -> str:
-    """Format tokens per second; times of the reference runtime are marked as irrelevant for a
-    Mac.
-    """
+    """Format tokens per second; mark the reference runtime's, which say nothing of a Mac."""
     if not tokens or not milliseconds:
         return ""
     what = "decoding" if tokens == 1 else f"{tokens} tokens a call"

@@ -1,4 +1,4 @@
-"""`ssd bench`: compares the modes on this machine."""
+"""`ssd bench`: compare the modes on this machine."""
 
 import contextlib
 import sys
@@ -110,7 +110,7 @@ def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
             console.stdout().print(package.name, style="bold", markup=False)
             common: dict[str, Any] = {"model": str(package), "compute_units": units}
             kinds: list[dict[str, Any]] = [{"kind": "functions"}]
-            if package != folder:  # there is a model to compute the same prompts by MLX
+            if package != folder:  # MLX can compute the same prompts from the original
                 kinds.append({"kind": "prefill", "target": str(folder), "seconds": _PREFILL_S})
             for kind in kinds:
                 with ProbeWorker(lifeline, **common, **kind) as worker:
@@ -122,11 +122,11 @@ def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
 
 
 _PREFILL_S = 30.0
-"""Time after which no longer prompt is started."""
+"""Once this time is spent, the next longer prompt is not started."""
 
 
 def _writer() -> Callable[[BenchFile, Path], None]:
-    """Return the writer of the page; fails before the measurements if it is missing."""
+    """Return the writer of the page; called first, so that a missing package fails at once."""
     try:
         from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
     except ModuleNotFoundError as error:
@@ -150,7 +150,7 @@ def _config(options: dict[str, Any], only: str | None) -> BenchConfig:
             variant.sampling(sampling)
     prompts, source = _take_prompts(options)
     counts = {name: options.pop(name) for name in ("max_tokens", "repeats")}
-    # With the KV of an earlier mode's run, every later one's first token would come sooner.
+    # Otherwise every mode after the first would find the prompts' KV, and start sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
     pair = pair_of(settings)

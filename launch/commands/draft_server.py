@@ -64,7 +64,7 @@ def command(
         trusted=tuple(public_key(name) for name in trust),
         threads=compute_threads(),
     )
-    # Replace this process: the host's pipes, signals and waits then concern the server itself.
+    # Replace this process, so that the host's pipes and signals reach the server itself.
     command = [*module_command("services.drafter.server.main"), encode_settings(settings)]
     os.execv(sys.executable, command)  # noqa: S606  # no shell is needed
 

@@ -1,4 +1,4 @@
-"""Resolves a model's name to its folder: local, or downloaded from the hub."""
+"""Resolve a model's name to its folder: local, or downloaded from the hub."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from protocol.errors import ModelError, RuntimeFailure, UsageError
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files of a hub model to download."""
 _LONGEST = 200
+"""Most characters of an error that are shown."""
 
 
 def resolve(reference: str) -> Path:
@@ -22,7 +23,7 @@ def resolve(reference: str) -> Path:
     cached = cache_dir() / "models" / reference
     if folder.is_dir() or ("/" not in reference and cached.is_dir()):
         return (folder if folder.is_dir() else cached).resolve()
-    # Only a name that is no folder can be a GGUF file's.
+    # Imported only now: a folder's name never needs it.
     from launch.models.gguf_models import convert_once, find_named, is_gguf  # noqa: PLC0415
 
     if is_gguf(folder):

@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def drafts_with(self) -> str:
-        """The drafting model, program or server, for users."""
+        """The drafting model, program or server, as shown to users."""
         return (
             self.draft_model
             or shlex.join(self.command)
@@ -144,7 +144,7 @@ def adapter_folder(settings: StackSettings) -> str:
 
 
 def drafter_folder(backend: BackendName, model: str) -> str:
-    """Return the folder of the model for one of our backends; empty without one.
+    """Return the folder of the model for one of our backends; empty if it needs none.
 
     Raises:
         ModelError: the model does not exist.
@@ -160,7 +160,7 @@ def drafter_folder(backend: BackendName, model: str) -> str:
 
 
 def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
-    """Return the backend for a folder: a published head has a separate one.
+    """Return the backend for a folder: published heads have their own.
 
     Raises:
         ModelError: the head is not for this target.
@@ -168,7 +168,7 @@ def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
     """
     if backend not in {"mlx", "head"} or (backend == "mlx" and folder == str(default_drafter())):
         return backend
-    from protocol.heads import describe_head  # noqa: PLC0415  # of a named model only
+    from protocol.heads import describe_head  # noqa: PLC0415  # for named models only
 
     if describe_head(Path(folder), Path(target)) is not None:
         return "head"

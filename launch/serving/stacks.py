@@ -51,7 +51,7 @@ class ModelUnloaded:
 
 @dataclass(frozen=True)
 class DrafterChanged:
-    """Its drafter was replaced, or not, for this reason."""
+    """Its drafter was replaced; if there is a reason, it was not, for that reason."""
 
     model: str
     reason: str
@@ -83,7 +83,7 @@ class ModelStacks:
     Args:
         entries: the models by name.
         server: name of the server; its stacks are named after it.
-        report: called for every process.
+        report: called whenever the state of a process changes.
     """
 
     def __init__(self, entries: Mapping[str, ModelEntry], server: str, report: Report) -> None:
@@ -102,7 +102,7 @@ class ModelStacks:
         return RunDir(f"{self._server}-{self._entries[model].slug}")
 
     def knows(self, model: str, drafter: str) -> bool:
-        """Return True if this model has such a drafter; "" is the initial one."""
+        """Return True if the model has a drafter of this name; "" is the one it starts with."""
         return not drafter or drafter in self._entries[model].drafters
 
     def introduce(self, model: str) -> ModelReady:
@@ -121,7 +121,7 @@ class ModelStacks:
             yield self._events.get_nowait()
 
     def busy(self) -> set[str]:
-        """Return models that answer requests of any client."""
+        """Return the models that are answering a request, whichever client sent it."""
         return {name for name, stack in list(self._running.items()) if stack.answering}
 
     def processes(self) -> Iterator[ProcessStatus]:
@@ -184,12 +184,12 @@ class ModelStacks:
         thread.start()
 
     def _attempt(self, model: str, work: Callable[[str], StackEvent]) -> None:
-        """Run this work; any error makes this model fail, and no other."""
+        """Run the work of a command; an error fails this model and no other."""
         try:
             event = work(model)
         except (SsdError, OSError) as error:
             event = ModelBroken(model, str(error))
-        # One model's defect must not leave its waiting requests without an answer.
+        # A bug that one model brings out must not leave its waiting requests unanswered.
         except Exception as error:  # noqa: BLE001
             _log.exception("the model %s failed", model)
             event = ModelBroken(model, f"{type(error).__name__}: {error}")
@@ -231,7 +231,7 @@ class ModelStacks:
     def _name(self, model: str, status: ProcessStatus) -> ProcessStatus:
         return msgspec.structs.replace(status, role=f"{self._entries[model].slug} {status.role}")
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ shutdown
 
     def stop(self) -> None:
         """Stop all of them concurrently, and wait."""
@@ -242,7 +242,7 @@ class ModelStacks:
             self.unload(model)
         for thread in self._threads:
             thread.join(_STOP_S)
-        for supervisor in list(self._running.values()):  # it has just become ready
+        for supervisor in list(self._running.values()):  # became ready during the loops above
             supervisor.stop()
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Sampling of the user: flags override a preset, which overrides the model's recommendation."""
+"""The user's sampling: flags override a preset, which overrides the model's recommendation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ class SamplingChoice:
         """Return the parameters for the model in this folder; a random seed is reported.
 
         Raises:
-            UsageError: they are contradictory.
-            ModelError: the model's own cannot be used.
+            UsageError: they contradict each other.
+            ModelError: the model's recommendation cannot be used.
         """
         recommended = read_model_sampling(model) if self.preset == "default" else {}
         sampling = self._merge(recommended)

@@ -28,7 +28,7 @@ class HitCurve:
         return (self._prior.hit(rank + 1) - before) / (1.0 - before)
 
     def observe(self, rank: int | None, prepared: int) -> None:
-        """Add a bonus token: candidate `rank` (0 is the best) of `prepared`, or None."""
+        """Record which of the `prepared` candidates was the bonus token: 0 the best, None none."""
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._hazards[index].observe(float(index == rank), fade=FADE)
         self._missed = [1.0]

@@ -2,8 +2,8 @@
 
 If no draft is expected, the verifier need not be told to compute each next token. `Verify.granted`
 lets it continue by itself, one pass ahead of the tokens it has read; it decodes the tokens that it
-would be asked for. `Extend` grants more before the granted ones are used up. `Revoke` ends the run.
-One token may follow it, which has been announced already and is used like any other.
+would otherwise be asked for. `Extend` grants more before the granted ones are used up. `Revoke`
+ends the run. One more token, already announced, may arrive after it, and is used like any other.
 """
 
 from orchestrator.sequence.actions import Action, ToVerifier
@@ -16,7 +16,7 @@ the verifier must stop.
 
 
 def limit_grant(streams: int, ahead: int) -> int:
-    """Return the number of tokens to grant to one of this many running requests.
+    """Return the number of tokens to grant to each of the running requests.
 
     Args:
         streams: number of running requests.
@@ -37,11 +37,11 @@ class FreeRun:
 
     @property
     def goes_on(self) -> bool:
-        """True if there is a run that was not ended."""
+        """True while there is a run."""
         return self._round > 0
 
     def on_verify(self, verify: Verify) -> None:
-        """Record a sent message: it replaces any other run."""
+        """Record a `Verify` that was sent: its grant, if any, replaces the run before."""
         self._round, self._left = verify.round if verify.granted else 0, verify.granted
 
     def on_outcome(self, outcome: VerificationOutcome) -> None:
@@ -56,7 +56,7 @@ class FreeRun:
         return [ToVerifier(Revoke(sequence=self._sequence, round=number))] if number else []
 
     def renew(self, most: int) -> list[Action]:
-        """Grant `most` again once half is used, so that the verifier never waits."""
+        """Fill the grant up to `most` again once half is used, so that the verifier never waits."""
         more = most - self._left
         if more <= 0 or 2 * self._left > most:
             return []

@@ -1,8 +1,8 @@
 """The planner of each round: the modes `ar`, `sd` and `ssd` are one pipeline with different plans.
 
-The value of a decision is its expected tokens, less what its time would bring at the recent
-throughput (renewal reward): maximising tokens - throughput * time in each round maximises the
-tokens per second of the whole. docs/planner.md explains every decision.
+The value of a decision is its expected tokens, less those that the same time would yield at the
+recent throughput (renewal reward): maximising tokens - throughput * time in each round maximises
+the tokens per second of the whole. docs/planner.md explains every decision.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
 from protocol.messages import MAX_SIBLINGS, Mode, Origin
 
 _BEYOND = 2
-"""Depth of prepared branches beyond the draft length that was recently worth verifying."""
+"""Depth of prepared branches in excess of the draft length recently worth verifying."""
 
 
 class Prediction(NamedTuple):
@@ -58,11 +58,11 @@ class Planner:
     fixed_branches: int = 0
     """Branches prepared per round (B); 0: the default of the drafter's device."""
     sampled: bool = False
-    """True if drafts are sampled (rejection rule): the sample must not decide its use."""
+    """True if drafts are sampled (rejection rule): a token must not influence its own use."""
     max_draft_tokens: int = 0
     """Limit on the draft tokens per round; 0 is unlimited."""
     tree_nodes: int = 0
-    """Draft tokens of verified trees; 0 and 1: chains."""
+    """Most draft tokens of a verified tree; 0 and 1: chains."""
 
     # ------------------------------------------------------------ speculate or not
 
@@ -85,7 +85,7 @@ class Planner:
 
     @property
     def is_in_turn(self) -> bool:
-        """True if the drafter rests while the target verifies, and is awaited."""
+        """True if drafter and target take turns, each waiting for the other."""
         by_choice = self.estimates.drafts_in_turn and not self.num_draft_tokens
         return self.mode == "sd" or by_choice
 
@@ -107,7 +107,7 @@ class Planner:
     def is_chain_only(self) -> bool:
         """True if only chains are verified: the default unless a tree size is set.
 
-        The rejection rule is proved for chains.
+        The rejection rule is proved for chains only.
         """
         return self.sampled or self.tree_nodes < 2
 
@@ -132,7 +132,7 @@ class Planner:
         return main[: find_best(self.value_nodes(list(accumulate(rates, mul))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
-        """Return a length that depends neither on a token nor on what follows it.
+        """Return a draft length; whether it includes a token depends on those before it alone.
 
         Each rate belongs to the distribution of a token, and so depends on the tokens before it. A
         token is used if going on pays, assuming that all later tokens have the same rate.
@@ -147,7 +147,7 @@ class Planner:
         return len(rates)
 
     def choose_lookup(self, lookup: Draft, *, alone: bool = False) -> list[int]:
-        """Return the rows of a lookup worth verifying; `alone`: no drafter works meanwhile."""
+        """Return the rows worth verifying of a lookup; `alone`: no drafter works meanwhile."""
         rows, chances = self.rank(lookup, "lookup")
         if self.num_draft_tokens:
             return rows  # `choose_nodes` keeps as many
@@ -168,7 +168,7 @@ class Planner:
         if self.is_in_turn and not self.estimates.draft_token_ms:
             return self.depth  # nothing was drafted yet
         if self.estimates.streams > 1 and not self.is_in_turn:
-            return 0  # the pass of the other request would leave without this one
+            return 0  # the other request's pass would start without this one
         values = self.value_of_waiting([])
         count = find_best(values)
         instead = self.value_nodes(self.rank(lookup or Draft(), "lookup")[1])
@@ -177,7 +177,7 @@ class Planner:
         return self.depth if self.is_in_turn else count
 
     def should_extend(self, draft: Draft) -> bool:
-        """Return True if the target should wait for another token after those of an awaited draft.
+        """Return True if the target should wait for one more token of an awaited draft.
 
         This depends on the tokens drafted so far, which are verified, not on those to come.
         """
@@ -203,9 +203,9 @@ class Planner:
     def value_of_stopping(self, lookup: Draft) -> float:
         """Return the value of ending a free run for a lookup.
 
-        Its first token is already being computed, so only the tokens after it can be verified, and
-        only if it is right. Otherwise plain decoding starts again; in any case the target waits a
-        while.
+        The target is already computing the token at the lookup's first position. So only those
+        after it can be verified, and only if the first one is right; otherwise plain decoding
+        starts again. In any case the target waits a while.
         """
         estimates, chain = self.estimates, lookup.pick(lookup.main)
         rates = estimates.acceptance_rates(chain.confidences, chain.parents, "lookup")
@@ -244,8 +244,8 @@ class Planner:
         """Decide what to prepare during the verification of this draft."""
         estimates, depth = self.estimates, self.depth
         if not self.num_draft_tokens and estimates.streams == 1 and estimates.step_latency.is_known:
-            # A drafter learns of a miss only between two depths, and an idle drafter's core can
-            # help the target: no deeper than it completes meanwhile.
+            # No deeper than the drafter gets during the verification: it learns of a miss only
+            # between two depths, and while it is idle its core can help the target.
             time_ms = estimates.verify_latency.of(1 + len(draft)) + estimates.idle_ms["hit"].value
             depth = max(1, min(depth, estimates.step_latency.depths_in(time_ms)))
         return Preparation(self.fan_out(draft, origin), depth, self.held_back)
@@ -260,7 +260,7 @@ class Planner:
         )
         return allocate(chances, self.branches, curves)
 
-    # ------------------------------------------------------------ what that is worth
+    # ------------------------------------------------------------ values
 
     def predict(self, draft: Draft, origin: Origin) -> Prediction:
         """Return the expected result of verifying this draft."""
@@ -288,7 +288,7 @@ class Planner:
     def value_nodes(self, chances: Sequence[float], *, alone: bool = False) -> list[float]:
         """Return the value of verifying the first 0, 1, ... of some nodes, in tokens.
 
-        That is one token, plus each node's path probability, less T_v.
+        That is one token, plus each node's path probability, less the tokens T_v would yield.
 
         Args:
             chances: probabilities of the nodes' paths.
@@ -310,9 +310,7 @@ class Planner:
         return tokens - self.throughput * self._latency.of(self._rows(len(rates)))
 
     def _rows(self, drafted: int) -> int:
-        """Return the rows of a pass with this many draft tokens: other requests add at least one
-        each.
-        """
+        """Return the rows of a pass with these draft tokens; others add at least a row each."""
         return self.estimates.streams + drafted
 
     @property

@@ -1,7 +1,7 @@
 """Prompt tokenisation: short prompts inline, long ones in a worker process with a deadline.
 
-A short prompt goes to the worker too if its chat template expands it a lot or renders slowly; all
-later conversations follow it there.
+A short prompt goes to the worker too if its chat template expands it a lot or renders slowly; from
+then on, so do all conversations.
 
 Very long prompts have a separate worker, so that they never block others.
 
@@ -48,10 +48,10 @@ _INLINE_S = 0.05
 _INLINE_CHARACTERS = 8 * INLINE_BYTES
 _INLINE_MEMORY = 512 << 20
 _VERY_LONG_BYTES = 16 * INLINE_BYTES
-"""Prompts from this size on go to a separate worker: some take it seconds."""
+"""Prompts of at least this size go to a separate worker, which may need seconds for one."""
 _MOST_KEPT_TOKENS = 1 << 21
 _WAIT_S = 15.0
-"""Longest wait of a grammar for the grammars of other requests."""
+"""Longest time that a grammar waits for those of other requests to be checked."""
 
 Ticket = tuple[bytes, int]
 """A client, and its number for the request."""
@@ -108,7 +108,7 @@ class PromptEncoder:
         self._checks = _Lane("grammars", self._check)
 
     def prepare(self) -> None:
-        """Start the process that checks grammars, in a thread: it loads the tokenizer first."""
+        """Start the process that checks grammars, in a thread: loading its tokenizer takes time."""
         threading.Thread(target=self._grammars.prepare, name="grammars", daemon=True).start()
 
     def encode(self, ticket: Ticket, message: Generate) -> Tokens | None:
@@ -282,7 +282,7 @@ class _Lane:
 
 
 _starting = threading.Lock()
-"""Lanes are filled by the event loop and by each other."""
+"""Held to start a lane, since the event loop and other lanes may both put its first job."""
 
 
 def _prompt_of(message: Generate) -> EncodePrompt:

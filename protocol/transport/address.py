@@ -65,7 +65,7 @@ def split_host(address: str) -> tuple[str, str]:
 def find_tcp_error(address: str, timeout_s: float) -> str:
     """Connect once to `tcp://HOST:PORT`; return the error, empty if there is none.
 
-    Name resolution takes as long as the system allows.
+    The limit excludes name resolution, which takes as long as the system allows.
     """
     host, port = split_host(address)
     try:

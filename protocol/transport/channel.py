@@ -1,9 +1,9 @@
 """Sockets with deadlines. Only this module, `curve.py` and `async_client.py` import zmq.
 
 The orchestrator binds a `Hub` for its services and one for its clients; all other processes connect
-a `Channel`. A Hub identifies its peers by opaque `peer` bytes. Sends never block: a peer that
+a `Channel`. A Hub identifies its peers by opaque `peer` bytes. Sends never block: a peer that has
 stopped reading loses messages once its queue is full, and the send reports it. Nothing crosses a
-network unencrypted: an address that is not a Unix socket needs a lock.
+network unencrypted: an address that is not a Unix socket needs a `Lock`, the keys of CURVE.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ STRANGER_BYTES = 64 * 1024
 _QUEUE = 1000
 """Queued messages per peer; further ones are dropped."""
 _LOOK_S = 1.0
+"""Interval between two checks that a bound socket still has its file."""
 
 # Combining zmq's flags is slow enough to be measurable between two verifications.
 _NOW = int(zmq.NOBLOCK)
@@ -51,7 +52,7 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
     if address.startswith(IPC):
-        return  # the kernel closes a dead process's sockets, not a stopped one's
+        return  # no pings: the kernel closes a dead process's sockets (not a stopped one's)
     # A network may lose a peer silently. zmq's ping runs in its I/O thread, also during
     # computation.
     socket.heartbeat_ivl = _HEARTBEAT_MS
@@ -59,7 +60,7 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
 
 
 class _Endpoint(Closeable):
-    """The common part of Hub and Channel: a socket, its context, and closing both."""
+    """The base of Hub and Channel: a socket and its context, which are closed together."""
 
     def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:
         self._context = zmq.Context()
@@ -157,7 +158,7 @@ class Channel(_Endpoint, Generic[Inbound]):
         Raises:
             DeadlineExceeded: nothing arrived within `timeout_s` seconds; `what` names the
                 expected message.
-            ProtocolError: the received bytes are not a message of this direction.
+            ProtocolError: the received bytes are not a message for this end.
         """
         if not self.ready(timeout_s):
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
@@ -187,7 +188,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         *,
         stranger_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Bind the socket; `stranger_bytes` limits messages of peers that were not accepted yet."""
+        """Bind the socket; `stranger_bytes` limits messages of peers not accepted yet."""
         super().__init__(zmq.ROUTER, address, lock)
         self._decoder = decoder
         self._stranger_bytes = stranger_bytes
@@ -242,9 +243,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         return True
 
     def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
-        """Return the next waiting (peer, message), or None; an invalid message comes as its
-        error.
-        """
+        """Return the next waiting (peer, message), or None; an error replaces an invalid one."""
         try:
             peer = self._socket.recv(_NOW)
         except zmq.Again:

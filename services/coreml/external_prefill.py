@@ -22,10 +22,10 @@ from services.kv.state import SequenceState
 _log = logging.getLogger(__name__)
 
 _CLEARLY = 4.0
-"""Ratio of times at which the other device loses, even if that was a first run, which warms up."""
+"""From this ratio of times on, the other device has lost, even if its first run was a warm-up."""
 
 _BUDGET_S = 15.0
-"""Time for measuring, while the stack waits; the reference runtime would take minutes."""
+"""Limit on measuring, for which the stack waits: the reference runtime would take minutes."""
 
 Computed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Keys and values of consecutive tokens, [layers, kv_heads, tokens, head_dim] each."""
@@ -36,7 +36,7 @@ class PrefillSource(Protocol):
 
     @property
     def slots(self) -> int:
-        """The longest prompt that it takes."""
+        """The longest prompt that it takes, in tokens."""
         ...
 
     def pieces(self, tokens: Tokens) -> Generator[Computed]:
@@ -136,7 +136,7 @@ class PrefillChoice:
 
 
 class ExternalPrefill:
-    """Prompts of one target that another device computes."""
+    """Prefill of one target's prompts on another device, where that is faster."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class ExternalPrefill:
         """Fill an empty state with a prompt if that is faster; appends its tokens to `held`."""
         if state.length or not self._choice.prefers_external(len(tokens)):
             return
-        landing = KVInjection(len(tokens), self._dtype)
+        injection = KVInjection(len(tokens), self._dtype)
         for keys, values in self._other.pieces(tokens):
-            landing.write(keys, values)
+            injection.write(keys, values)
             yield
-        landing.hand_over(state)
+        injection.hand_over(state)
         held += tokens
 
     def _here(self, length: int) -> None:
@@ -185,10 +185,10 @@ class ExternalPrefill:
 
     def _there(self, length: int) -> None:
         state = self._make_state()
-        landing = KVInjection(length, self._dtype)
+        injection = KVInjection(length, self._dtype)
         for keys, values in self._other.pieces([1] * length):
-            landing.write(keys, values)
-        landing.hand_over(state)
+            injection.write(keys, values)
+        injection.hand_over(state)
         state.evaluate()
 
 

@@ -3,9 +3,9 @@
 Passes over trees of tokens wait for one another and share a pass. Plain decoding has no gaps: the
 chosen tokens stay on the device and feed the next pass there, while this process reads and reports
 them. Such a pass starts ahead only if all open sequences continue with one token each, which the
-orchestrator has granted (`Verify.granted`): if one starts, ends or verifies a draft, waiting for a
-shared pass is better. Where a tree follows whose tokens are not known yet, its pass may be launched
-all the same (`engine.prelaunch`).
+orchestrator has granted (`Verify.granted`): if a sequence starts, ends or verifies a draft, waiting
+for a shared pass is better. A pass over a tree whose tokens are not known yet may be launched all
+the same (`engine.prelaunch`).
 """
 
 import time
@@ -113,7 +113,7 @@ class Scheduler:
     """Runs the passes of open sequences.
 
     Args:
-        runner: of the model.
+        runner: runs the model's passes.
         sequences: all open sequences, by number.
         prompts: those in progress, for which the device is needed as well.
     """
@@ -129,7 +129,7 @@ class Scheduler:
         """Launches passes over trees that are not known yet, where that is faster."""
         self.last_pass, self.idle_since = PassTiming(), time.perf_counter()
         self._followed: PassTiming | None = None
-        """The pass behind which one was considered last."""
+        """The last pass after which starting one ahead was considered: that happens once."""
 
     def linger_s(self, number: int) -> float:
         """Return a short wait for the other sequences of the last pass, which are expected soon."""
@@ -160,14 +160,14 @@ class Scheduler:
         while True:
             handle = yield from self._start(sequence, tree)
             sequence.choose(message, tree)
-            late = self.prelauncher
-            if late is not None and len(self._sequences) == 1 and not self._prompts:
-                late.launch(handle, message, tree)
+            prelauncher = self.prelauncher
+            if prelauncher is not None and len(self._sequences) == 1 and not self._prompts:
+                prelauncher.launch(handle, message, tree)
             if self.pipelines and not message.drafter_idle:
                 handle.launch()
             if handle.choice is None:
                 return handle, None
-            tokens = handle.tokens() if late is None else late.settle(handle)
+            tokens = handle.tokens() if prelauncher is None else prelauncher.settle(handle)
             if tokens is not None:
                 return handle, tokens
             sequence.passes.clear()
@@ -191,8 +191,8 @@ class Scheduler:
                 handle.timing.started = self.idle_since
         else:
             passes.clear()  # those behind the first were built on it
-            late = self.prelauncher
-            reserved = None if late is None else late.claim(sequence.state, tree)
+            prelauncher = self.prelauncher
+            reserved = None if prelauncher is None else prelauncher.claim(sequence.state, tree)
             if reserved is not None:
                 passes.append(reserved)
             handle = reserved or (yield from self._submit(sequence, tree))

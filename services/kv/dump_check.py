@@ -17,10 +17,10 @@ from services.kv.state import SequenceState
 _SAMPLES = (2, 23)
 """The number of tokens of the first sample, and how many more the second has.
 
-It is not a multiple of any number of rows that a layer might collect.
+The latter is not a multiple of any number of rows that a layer might collect.
 """
 _ROWS = 2
-"""The row axis of slots and windows, [1, heads, rows, size], which comes in buckets."""
+"""The row axis of slots and windows, [1, heads, rows, size]: its size is rounded to buckets."""
 _GROWING = ("windows", "keys", "values")
 """Parts of a checkpoint whose arrays have rows."""
 
@@ -28,7 +28,7 @@ Dump = Mapping[str, mx.array]
 
 
 def sample_dumps(model: Any, make_state: Callable[[], SequenceState]) -> list[Dump]:
-    """Dump two states of the model without computing anything."""
+    """Dump two states of the model; nothing is evaluated, since only shapes are compared."""
     state, dumps = make_state(), list[Dump]()
     for count in _SAMPLES:
         state.append(count, whole=True)
@@ -42,23 +42,23 @@ def check_dump(found: Dump, samples: list[Dump]) -> None:
     """Compare a dump with two samples from the model.
 
     Raises:
-        ValueError: it does not belong to this model, and why.
+        ValueError: it does not belong to this model; the message says why.
         KeyError: an array of a checkpoint is missing.
     """
-    one, other = samples
+    short, long = samples
     plain = [name for name in found if not name.startswith("points.")]
-    _compare_names("it", plain, [name for name in one if not name.startswith("points.")])
+    _compare_names("it", plain, [name for name in short if not name.startswith("points.")])
     for name in plain:
         if name != "points":
-            _compare(name, found[name], one[name], other[name], rows=True)
+            _compare(name, found[name], short[name], long[name], rows=True)
     if "points" in found:
-        [*_, sample], [*_, later] = _read_points(one), _read_points(other)
+        [*_, short_point], [*_, long_point] = _read_points(short), _read_points(long)
         for number, point in enumerate(_read_points(found)):
-            _compare(f"checkpoint {number}", point, sample, later, rows=False)
+            _compare(f"checkpoint {number}", point, short_point, long_point, rows=False)
 
 
 def _read_points(dump: Dump) -> list[Any]:
-    """Return the checkpoints with arrays in place of their numbers."""
+    """Return the checkpoints, with each array in place of its index."""
     text: Any = np.array(dump["points"])
     points: list[Any] = _join(json.loads(text.tobytes()), dump)
     return points
@@ -74,23 +74,23 @@ def _join(value: Any, dump: Dump) -> Any:
     return value
 
 
-def _compare(what: str, found: Any, one: Any, other: Any, *, rows: bool) -> None:
-    """Compare with the samples in everything but the number of tokens; `rows`: see `_ROWS`."""
-    if one is None or other is None:
+def _compare(what: str, found: Any, short: Any, long: Any, *, rows: bool) -> None:
+    """Compare with the samples in all but the number of tokens; `rows`: its axis is `_ROWS`."""
+    if short is None or long is None:
         return  # present only in some states
-    if type(found) is not type(one):
-        raise ValueError(f"{what} is a {type(found).__name__}, not a {type(one).__name__}")
-    if isinstance(one, mx.array):
-        _compare_arrays(what, found, one, other, rows=rows)
-    if isinstance(one, dict):
-        _compare_names(what, found, one)
-        for key in one:
+    if type(found) is not type(short):
+        raise ValueError(f"{what} is a {type(found).__name__}, not a {type(short).__name__}")
+    if isinstance(short, mx.array):
+        _compare_arrays(what, found, short, long, rows=rows)
+    if isinstance(short, dict):
+        _compare_names(what, found, short)
+        for key in short:
             if found[key] is not None:
                 grows = rows or key in _GROWING
-                _compare(f"{what}, {key}", found[key], one[key], other[key], rows=grows)
-    if isinstance(one, list):
-        _compare_names(what, range(len(found)), range(len(one)))
-        for index, parts in enumerate(zip(found, one, other, strict=True)):
+                _compare(f"{what}, {key}", found[key], short[key], long[key], rows=grows)
+    if isinstance(short, list):
+        _compare_names(what, range(len(found)), range(len(short)))
+        for index, parts in enumerate(zip(found, short, long, strict=True)):
             _compare(f"{what} {index}", *parts, rows=rows)
 
 
@@ -100,14 +100,14 @@ def _compare_names(what: str, found: Iterable[Any], expected: Iterable[Any]) -> 
 
 
 def _compare_arrays(
-    what: str, found: mx.array, one: mx.array, other: mx.array, *, rows: bool
+    what: str, found: mx.array, short: mx.array, long: mx.array, *, rows: bool
 ) -> None:
-    shape, expected = list(found.shape), list(one.shape)
+    shape, expected = list(found.shape), list(short.shape)
     if len(shape) == len(expected):
-        for axis, size in enumerate(other.shape):
+        for axis, size in enumerate(long.shape):
             if size != expected[axis] or (rows and axis == _ROWS):
                 expected[axis] = shape[axis]
     if shape != expected:
-        raise ValueError(f"{what} has the shape {found.shape}, not {one.shape}")
-    if found.dtype != one.dtype:
-        raise ValueError(f"{what} is in {found.dtype}, not {one.dtype}")
+        raise ValueError(f"{what} has the shape {found.shape}, not {short.shape}")
+    if found.dtype != short.dtype:
+        raise ValueError(f"{what} is in {found.dtype}, not {short.dtype}")

@@ -1,4 +1,4 @@
-"""The libraries under a process that computes on a CPU on Linux.
+"""The native libraries of a process that computes on a CPU under Linux.
 
 MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL, loaded into the global symbol
 namespace first, replaces it and is about five times faster. Our kernels (`services.kernels.cpu`)
@@ -32,7 +32,7 @@ class _Loaded:
 
 
 def load_blas(threads: int) -> None:
-    """Load the libraries that MLX will resolve to; call before anything imports `mlx`.
+    """Load the libraries whose symbols MLX will resolve to; call before anything imports `mlx`.
 
     This happens once per process: further calls do nothing.
     """
@@ -40,7 +40,7 @@ def load_blas(threads: int) -> None:
         return
     _Loaded.done = True
     mkl = max(Path(sys.prefix, "lib").glob("libmkl_rt.so*"), default=None)
-    # MLX's products resolve to the library that is loaded first: ours, which calls MKL's.
+    # MLX's matrix products go to the library that is loaded first: ours, which calls MKL.
     kernels = _Loaded.kernels = _load_kernels(
         ctypes.RTLD_LOCAL if mkl is None else ctypes.RTLD_GLOBAL
     )
@@ -74,16 +74,16 @@ def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> i
     if lent is not None:
         _Loaded.lent = lent
     helpers = (*_Loaded.cores, *cores)
-    given = (ctypes.c_int * max(1, len(helpers)))(*helpers)
-    word = None if lent is None else ctypes.byref(lent)
-    count: int = _Loaded.kernels.set_helpers(len(helpers), given, len(_Loaded.cores), word)
+    cores_to_pin = (ctypes.c_int * max(1, len(helpers)))(*helpers)
+    flag = None if lent is None else ctypes.byref(lent)
+    count: int = _Loaded.kernels.set_helpers(len(helpers), cores_to_pin, len(_Loaded.cores), flag)
     return count
 
 
 def _load_kernels(mode: int) -> ctypes.CDLL | None:
     """Load the compiled kernels; None where they are unavailable, which costs speed and memory."""
-    program = [*sources(), Path(build.__file__)]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in program)).hexdigest()
+    hashed_files = [*sources(), Path(build.__file__)]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in hashed_files)).hexdigest()
     library = Path(sys.prefix, "lib", f"libssd_cpu_kernels-{digest[:16]}.so")
     try:
         if not library.exists():

@@ -45,16 +45,16 @@ def load(
 ) -> LoadedModel:
     """Load the model in `folder`.
 
-    On a CPU the weights become float32, because MLX's quantised and half-precision kernels
-    are slow there, unless they are meant for kernels of our own; elsewhere they stay in the
-    checkpoint's own format.
+    On a CPU the weights become float32, because MLX's quantised and half-precision kernels are
+    slow there. On a GPU, and for our own CPU kernels (`as_stored`), they stay in the checkpoint's
+    format.
 
     Args:
         folder: in mlx-lm's format.
-        shard: called before any weight is read, to leave only a part of the model.
+        shard: called with the module before any weight is read, to keep only a part of it.
         adapter: folder of a LoRA adapter for it; empty: none.
-        as_stored: leave the weights of a model that the CPU kernels take as they are in the
-            file, unread: for `services.kernels.cpu.equip`.
+        as_stored: if the CPU kernels take the model, leave its weights unread and in the format
+            of the file, for `services.kernels.cpu.equip`.
 
     Raises:
         ModelError: a folder is missing, broken, of an unknown architecture, or too large.
@@ -160,7 +160,7 @@ def _kernels_take(module: Any) -> bool:
 
 
 def _adapt(module: nn.Module, adapter: Path) -> None:
-    """Add the adapter's layers, as mlx-lm does, and set the module to inference.
+    """Add the adapter's layers, as mlx-lm does, and put the module in evaluation mode.
 
     They are not merged into the weights: with quantised ones the result would be another model.
     """
@@ -178,7 +178,7 @@ def _adapt(module: nn.Module, adapter: Path) -> None:
 
 
 def _check_memory(module: nn.Module, folder: Path) -> None:
-    """Refuse a model that does not fit, before the system starts to kill processes."""
+    """Refuse a model that does not fit in memory, before the system kills processes for it."""
     parameters: Any = tree_flatten(module.parameters())
     needed = sum(array.nbytes for _, array in parameters)
     free = free_memory()

@@ -28,26 +28,26 @@ class Variables(NamedTuple):
 class Ports(Closeable):
     """Loopback ports reserved for this process, on which MLX can still listen.
 
-    A port that is bound without listening can be bound again with SO_REUSEADDR, as MLX does. To
-    others the port is taken, and the system does not assign it to anyone asking for any port.
+    A port that is bound without listening can be bound again with SO_REUSEADDR, as MLX does. For
+    all others the port is taken, nor does the system assign it to those who ask for a free one.
     """
 
     def __init__(self, count: int) -> None:
         self._sockets: list[socket.socket] = []
         self.numbers: list[int] = []
         for _ in range(count):
-            one = socket.socket()
-            self._sockets.append(one)
-            one.bind(("127.0.0.1", 0))
+            holder = socket.socket()
+            self._sockets.append(holder)
+            holder.bind(("127.0.0.1", 0))
             # Set after binding: two sockets that reuse addresses could get the same free port.
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self.numbers.append(int(one.getsockname()[1]))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.numbers.append(int(holder.getsockname()[1]))
 
     def close(self) -> None:
         """Release the ports that MLX does not use; safe to call twice."""
-        for one in self._sockets:
-            one.close()
+        for holder in self._sockets:
+            holder.close()
         self._sockets = []
 
 

@@ -1,9 +1,9 @@
-"""The first forward pass of every shape, before it is needed.
+"""Warm-up: the first forward pass of every shape, before a request needs it.
 
 A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
 times as long and misleads the planner's estimates.
 
-A model whose logits are NaN is left to its requests, which fail.
+A model whose logits are NaN is not warmed up; its requests report the error.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def warm_verifier(verifier: Verifier) -> Steps[None]:
 
 
 def warm_drafter(backend: DraftBackend) -> Steps[None]:
-    """Prefill, prepare branches for a chain of each length, and draft; then both with noise."""
+    """Prefill, prepare branches for a chain of each length, and draft; then again with noise."""
     with _unless_broken():
         yield from _warm_branches(backend)
     backend.close(TRIAL_SEQUENCE)
@@ -87,7 +87,7 @@ def _warm_branches(backend: DraftBackend) -> Steps[None]:
     for options in _OPTIONS if backend.identity.takes_trees else _OPTIONS[:1]:
         yield
         _prepare(backend, _DEPTH, options)
-    # The prepared branch is taken over and extended.
+    # Adopt a prepared branch and extend it.
     backend.commit(TRIAL_SEQUENCE, len(_LONG_PROMPT), _PROMPT[:_DEPTH])
     _prepare(backend, _DEPTH)
 

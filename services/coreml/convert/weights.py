@@ -72,10 +72,10 @@ class ModelTensors:
         stored = self.tensor(f"{layer}.weight")
         if f"{layer}.scales" not in self:
             return stored.astype(np.float32)
-        own = self._quantization.get(layer, self._quantization)
-        if own.get("mode", "affine") != "affine":
-            raise ModelError(f"{layer} is quantised as {own['mode']!r}; known: affine")
-        bits, group = own["bits"], own["group_size"]
+        scheme = self._quantization.get(layer, self._quantization)
+        if scheme.get("mode", "affine") != "affine":
+            raise ModelError(f"{layer} is quantised as {scheme['mode']!r}; known: affine")
+        bits, group = scheme["bits"], scheme["group_size"]
         levels = _unpack(stored, bits)
         scales = self.tensor(f"{layer}.scales").astype(np.float32)[..., None]
         biases = self.tensor(f"{layer}.biases").astype(np.float32)[..., None]
@@ -113,7 +113,7 @@ def _unpack(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Hash everything that a conversion reads of a model folder."""
+    """Hash everything that a conversion reads from a model folder."""
     digest = hashlib.sha256()
     names = ("config.json", "draft_head.json", "tokenizer.json")
     files = [folder / name for name in names] + sorted(folder.glob("*.safetensors"))

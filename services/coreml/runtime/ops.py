@@ -1,4 +1,4 @@
-"""MIL operations in numpy: only those in our packages.
+"""MIL operations in numpy: only those that our packages contain.
 
 Semantics: the iOS 18 opset of coremltools. An operation is a function of its inputs by name,
 `OpInputs`, where a missing optional input is None.

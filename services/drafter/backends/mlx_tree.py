@@ -1,4 +1,4 @@
-"""One sequence at the MLX backend: the trunk in its KV, and the tree of branches after it."""
+"""One sequence of the MLX backend: the trunk in its KV, and the tree of branches after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ class Bud(NamedTuple):
 
     token: int
     parent: int
-    """Index of the tree token that it follows; -1 for the trunk's at `fork`."""
+    """Index of the tree token that it follows; -1 if it follows the trunk's at `fork`."""
     fork: int
     """Position of the last trunk token that it attends to."""
 
 
 class Tree:
-    """The tokens fed after the trunk, kept until the next round adopts a path or drops all.
+    """The tokens fed after the trunk, kept until the next round adopts a path or drops them all.
 
     They are in scratch slots in the order in which they were fed.
 
@@ -62,7 +62,7 @@ class Tree:
         return 1 + (self._positions[bud.parent] if bud.parent >= 0 else bud.fork)
 
     def span(self, buds: Sequence[Bud]) -> Span:
-        """Return the span of a pass over these; parents may be among them."""
+        """Return the span of a pass over these tokens; their parents may be among them."""
         first = len(self.fed)
         seen = np.zeros((len(buds), first + len(buds)), np.bool_)
         for row in range(len(buds)):
@@ -77,7 +77,7 @@ class Tree:
         return Span(self.trunk + first, np.concatenate([trunk, positions]), visible)
 
     def _place(self, buds: Sequence[Bud]) -> list[int]:
-        """Return the positions of these, whose parents may be among them."""
+        """Return the positions of these tokens; their parents may be among them."""
         first = len(self.fed)
         positions: list[int] = []
         for _, parent, fork in buds:
@@ -92,12 +92,13 @@ class Tree:
 
         Args:
             buds: in the order of `span`.
-            rows: [buds or more, head] logits: numpy's on a CPU or with a processor, else MLX's.
+            rows: [buds or more, head] logits: numpy's on a CPU or if `trunk` is given, else MLX's.
             trunk: state after the trunk's tokens, if the request processes logits.
         """
         first = len(self.fed)
         self._positions += self._place(buds)
         for index, bud in enumerate(buds, start=first):
+            # Below -1 for a parent in the trunk, so that no index of the tree is the same.
             key = bud.parent if bud.parent >= 0 else -2 - bud.fork
             self._children[key, bud.token] = index
         self.fed += buds
@@ -124,11 +125,11 @@ class Tree:
         return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else mx.concatenate(parts)
 
     def follow(self, sequence: Tokens, start: int) -> list[int]:
-        """Return the tree's tokens that the sequence follows from position `start` on.
+        """Return the indices of the tree's tokens that match the sequence from `start` on.
 
         Args:
             sequence: starts like the trunk.
-            start: after the pending token.
+            start: a position after the pending token.
         """
         shared = common_prefix_length(self.chain, sequence[self.base :])
         path, key = list[int](), -1 - self.base - shared
@@ -151,7 +152,7 @@ class Trunk:
     sampling: Sampling
     """The drafter's."""
     tokens: Tokens = field(default_factory=list)
-    """As many as the store's length."""
+    """As many as the store holds."""
     committed: int = 0
     """How many of them are committed."""
     tops: dict[int, Top] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class Trunk:
         """Return the outcomes to prepare for, the best bonus tokens after each row.
 
         Args:
-            tree: being verified.
+            tree: the one being verified.
             tops: for each row, the candidates after it.
             fan_out: number of outcomes for each row.
             shift: `RoundOptions.shift`.
@@ -195,6 +196,6 @@ class Trunk:
             ranked = rank_bonuses(top, position + shift, self.sampling)
             rejected = tree.children[row]
             width = fan_out[row] if row < len(fan_out) else 0
-            few = ranked.ids[0, : width + len(rejected)].tolist()
-            roots += [Outcome(row, token) for token in few if token not in rejected][:width]
+            best = ranked.ids[0, : width + len(rejected)].tolist()
+            roots += [Outcome(row, token) for token in best if token not in rejected][:width]
         return roots

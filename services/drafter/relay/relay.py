@@ -116,7 +116,7 @@ class _Relay:
                     _log.info("dropped %d messages of rounds that were over", self._pending.stale)
 
     def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
-        """Return True if the orchestrator welcomed us; pass on to the drafter if it sent a stop."""
+        """Return True if the orchestrator welcomed us; pass a stop on to the drafter."""
         try:
             welcome = shake_hands(channel, identity)
         except ModelError as error:
@@ -129,7 +129,7 @@ class _Relay:
         return welcome
 
     def _forget(self) -> None:
-        """Close everything: another orchestrator has taken over."""
+        """Close all sequences of the drafter: another orchestrator has taken over."""
         for number in self._pending.sequences:
             self._to_drafter(CloseSequence(sequence=number), awake_time())
 
@@ -142,7 +142,7 @@ class _Relay:
             waiting = channel.ready(0.0) or self._peer.ready(0.0)
             poller.wait(0.0 if waiting else _TICK_S)
             now = awake_time()
-            # News first: it may make the drafter's next answer pointless.
+            # The orchestrator first: its message may make the drafter's next answer pointless.
             while channel.ready(0.0):
                 message = channel.receive(0.0, "message")
                 heartbeat.on_receive()
@@ -166,7 +166,7 @@ class _Relay:
 
     def _from_drafter(self, message: FromDrafter, channel: Channel[ToService], now: float) -> None:
         if isinstance(message, Heartbeat):
-            self._to_drafter(message, now)  # answered as by an orchestrator
+            self._to_drafter(message, now)  # echo it, as an orchestrator does
         answer = self._pending.filter_reply(message, now)
         if answer is not None:
             channel.send(answer)

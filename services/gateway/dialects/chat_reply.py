@@ -21,32 +21,32 @@ from services.gateway.transcript import Piece
 _REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 DONE = b"data: [DONE]\n\n"
 _MOST_KEPT = 64 * 1024**2
-"""Bytes of log-probabilities in a non-streaming answer."""
+"""Most bytes of log-probabilities that are kept for a non-streaming answer."""
 
 
 class ShownLogprobs(NamedTuple):
-    """The log-probabilities of one token, encoded at once: an answer has many."""
+    """The log-probabilities of one token, encoded as they arrive: an answer has many."""
 
     token: str
     logprob: float
     best: msgspec.Raw
-    """In chats the whole entry."""
+    """The encoded best tokens; for chats, the whole encoded entry."""
 
 
 @dataclass
 class CompletionsReply(Reply):
-    """Base of chat and text replies: choices next to each other, chunks, usage."""
+    """Base of the replies to chat and text completions: parallel choices, chunks, usage."""
 
     prompts: int = 1
     answers: int = 1
-    """Answers to all prompts together."""
+    """Number of answers to all prompts together."""
     include_usage: bool = False
     include_origins: bool = False
 
     _kept: dict[int, list[ShownLogprobs]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """By choice, what a non-streaming answer shows."""
+    """Log-probabilities that a non-streaming answer shows, by choice."""
     _kept_bytes: int = field(default=0, init=False)
 
     prefix = ""
@@ -143,7 +143,7 @@ class CompletionsReply(Reply):
 
     @abstractmethod
     def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
-        """Return a chunk's contents besides its index and reason; None for the last chunk."""
+        """Return a chunk's other fields; `piece` is None for the last chunk."""
 
 
 def finish_reason(choice: Choice) -> str:
@@ -157,7 +157,7 @@ class ChatReply(CompletionsReply):
     """Reply to POST /v1/chat/completions."""
 
     calls_functions: bool = False
-    """True for the answer of the time before tools."""
+    """True to report calls in the older format, `function_call` instead of `tool_calls`."""
 
     prefix = "chatcmpl-"
     whole_kind = "chat.completion"

@@ -1,8 +1,8 @@
 """Extract tool calls from streamed text.
 
 A call is enclosed by the marks of the model's `ToolFormat`. Between <tool_call> and </tool_call> it
-has a syntax of `syntax`; other marks have mlx-lm's parsers. Or calls stand in a code block
-(Qwen2.5-Coder), or as JSON at the beginning of the answer (Llama 3) or of a line. Each is given as
+is parsed by `syntax`, between other marks by mlx-lm's parsers. Calls may also be in a code block
+(Qwen2.5-Coder), or JSON at the beginning of the answer (Llama 3) or of a line. Each is returned as
 soon as it is complete. Text that looks like a call but cannot be parsed stays text: nothing that
 the model wrote is lost.
 """
@@ -70,7 +70,7 @@ class ToolReader:
         )
         self._held = self._new = ""
         self._last = ""
-        """The last visible character that was given away."""
+        """The last visible character of the text that was released."""
         self._in_code = False
         """True within a code block that is text."""
         self._place: _Place | None = _Place() if bare_calls else None
@@ -91,7 +91,7 @@ class ToolReader:
         return self.push("")
 
     def _outside(self) -> list[Found] | None:
-        """Release the text before the next place of a call, and enter it; None if that is all."""
+        """Release the text before the next place of a call, or enter it; None: await more text."""
         match = self._starts.search(self._held)
         if match is None:
             return self._release(len(self._held) - (0 if self._ended else self._count_open()))
@@ -102,7 +102,7 @@ class ToolReader:
         return self._enter(match)
 
     def _enter(self, match: re.Match[str]) -> list[Found] | None:
-        """Enter the place at the beginning, or release what marks it as text."""
+        """Enter the place that begins the held text, or release its mark as text."""
         kind, marked = match.lastgroup or "", match.lastgroup == "mark"
         if self._in_code and kind == "fence":
             self._in_code = False
@@ -160,7 +160,7 @@ class ToolReader:
         return list(calls)
 
     def _leave(self, place: _Place) -> list[Found]:
-        """Go on with text: what follows is no call."""
+        """Leave the place of a call: what follows is text."""
         self._place = None
         if place.called and not self._held.strip(_BETWEEN):
             self._held = ""

@@ -1,7 +1,7 @@
 """The families of decoders that the CPU kernels compute, in mlx-lm's words.
 
-A block is x + attended(attention(before(x))), then x + fed(MLP(after(x))), where norms may be
-missing.
+A block is x + attended(attention(before(x))), then x + fed(MLP(after(x))). Any of these four norms
+may be missing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,12 +31,12 @@ class BlockKind:
     """The steps of a family's blocks beyond products, rotation and attention."""
 
     norms: Mapping[str, str] = field(default_factory=lambda: _PLAIN_NORMS)
-    """Of `struct block`, and the names of mlx-lm's modules."""
+    """Name of a norm in `struct block` -> name of its module in mlx-lm."""
     norm_offset: float = 0.0
     """Added to the weights of norms."""
     gelu: bool = False
     scales_embedding: mx.Dtype | None = None
-    """Embeddings are multiplied by the root of their width, rounded to this type."""
+    """If set, embeddings are multiplied by the root of their width, rounded to this type."""
     attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     mlp: tuple[str, ...] = ("gate_proj", "up_proj")
 
@@ -56,7 +56,7 @@ def kind_of(model: Any) -> BlockKind:
     """Return the family of an mlx-lm model whose blocks are unmodified.
 
     Raises:
-        Unfit: it is of another one.
+        Unfit: it is of another family, or modified.
     """
     kind = type(model)
     home, _, name = kind.__module__.rpartition(".")
@@ -78,7 +78,7 @@ def linears_of(family: BlockKind, block: Any) -> Iterator[tuple[Any, str]]:
 
 
 def parts_of(name: str, block: Any, outputs: int) -> list[int]:
-    """Return the outputs of each of the layers that a joint layer stands for."""
+    """Return the number of outputs of each layer that is fused into this one."""
     attention = block.self_attn
     if name == "qkv_proj":
         heads, kv_heads = attention.n_heads, attention.n_kv_heads
@@ -88,7 +88,7 @@ def parts_of(name: str, block: Any, outputs: int) -> list[int]:
 
 
 def embedding_scale(family: BlockKind, width: int) -> float:
-    """Return what embeddings are multiplied by."""
+    """Return the factor by which embeddings are multiplied."""
     if family.scales_embedding is None:
         return 1.0
     return float(np.array(mx.array(width**0.5).astype(family.scales_embedding).astype(mx.float32)))
@@ -118,10 +118,11 @@ class Rotations:
     """How the layers of a model rotate queries and keys."""
 
     tables: list[Tables]
-    """Of each kind of layer; empty: nothing is rotated."""
+    """One for each distinct RoPE; empty if the model has none."""
     dims: int
-    """Rotated elements of a head."""
+    """Number of rotated elements in a head."""
     of_layer: list[int]
+    """Index of each layer's table."""
 
     def angles(self, positions: npt.NDArray[np.int32]) -> list[Any]:
         """Return the angles of rows at these positions, by each table."""
@@ -129,7 +130,7 @@ class Rotations:
 
 
 def rotations_of(layers: list[Any]) -> Rotations:
-    """Return the tables by which layers rotate.
+    """Return the RoPE tables of these layers.
 
     Raises:
         Unfit: their RoPE is of an unknown kind, or of too many kinds.

@@ -1,8 +1,8 @@
 """Weights of MLX layers in the layout of the kernels (`c/layout.h`).
 
-MLX's affine weights of 4 and 8 bits stay as they are in the file, number by number; those of 2 and
-3 bits become 4 and those of 5 and 6 become 8, which changes no weight. Scales of ggml's K-quants,
-which are floats in MLX's form, become bytes again. Floats stay what they are.
+MLX's affine weights of 4 and 8 bits keep the numbers of the file; those of 2 and 3 bits are widened
+to 4 bits and those of 5 and 6 to 8, which changes no weight. Scales of ggml's K-quants, which MLX
+holds as floats, become bytes again. Floating-point weights keep their type.
 """
 
 import ctypes
@@ -22,8 +22,12 @@ from services.mlx.patches import Unfit
 _FLOATS = {mx.float16: kinds.HALF, mx.bfloat16: kinds.BFLOAT, mx.float32: kinds.FLOAT}
 _GROUPS = (32, 64, 128)
 _SHARING_GROUP, _SHARED_INPUTS = 32, 256
-"""Of ggml's K-quants, whose scales are products of a byte and a half."""
+"""Inputs per scale, and per shared factor, of ggml's K-quants.
+
+A scale is the product of its own byte and a half-precision factor that eight groups share.
+"""
 _HUGE = 1 << 21
+"""Size of a huge page."""
 
 
 class PackedMatrix:
@@ -36,12 +40,12 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of the strips."""
+        """Size of the strips."""
         return count_bytes(self.matrix)
 
 
 class MlxWeights(NamedTuple):
-    """A weight as MLX has it; scales and biases are None for floats."""
+    """A weight as MLX stores it; scales and biases are None for floats."""
 
     weight: mx.array
     scales: mx.array | None = None
@@ -50,7 +54,7 @@ class MlxWeights(NamedTuple):
     group: int = 0
 
     def cut(self, first: int, end: int) -> "MlxWeights":
-        """Return those of the outputs in [first, end)."""
+        """Return the weights of the outputs in [first, end)."""
         arrays = (None if array is None else array[first:end] for array in self[:3])
         weight, scales, biases = arrays
         if weight is None:
@@ -59,7 +63,7 @@ class MlxWeights(NamedTuple):
 
 
 def weights_of(layer: Any) -> MlxWeights:
-    """Of a linear layer or an embedding.
+    """Return the weights of a linear layer or an embedding.
 
     Raises:
         Unfit: it is of another kind.
@@ -74,14 +78,14 @@ def weights_of(layer: Any) -> MlxWeights:
 
 
 def count_bytes(matrix: MatrixStruct) -> int:
-    """Bytes of its strips."""
+    """Return the size of its strips."""
     kernels: Any = cpu_kernels()
     kernels.cpu_packed_bytes.restype = ctypes.c_size_t
     return int(kernels.cpu_packed_bytes(ctypes.byref(matrix)))
 
 
 def check(weights: MlxWeights) -> MatrixStruct:
-    """The matrix that `pack` makes of these, without its strips.
+    """Return the matrix that `pack` makes of these weights, without its strips.
 
     Raises:
         Unfit: weights or scales are of another type.
@@ -98,7 +102,7 @@ def check(weights: MlxWeights) -> MatrixStruct:
 
 
 def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
-    """Bring weights into strips, by all threads.
+    """Pack weights into strips, with all threads.
 
     Raises:
         Unfit: see `check`.
@@ -127,18 +131,18 @@ def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
 
 
 def _allocate(size: int) -> Any:
-    """Zeros at the beginning of a page; large ones on huge pages, where the system has them.
+    """Allocate zeros from a page's start on; if large, on huge pages where the system has them.
 
-    Private, as systems give shared memory no huge pages.
+    The mapping is private: systems give shared memory no huge pages.
     """
-    room = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(room, np.uint8)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
 
 
 def _contiguous(array: mx.array) -> Any:
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
-    own = view(array)
-    return own if own.flags.c_contiguous else np.ascontiguousarray(own)
+    memory = view(array)
+    return memory if memory.flags.c_contiguous else np.ascontiguousarray(memory)

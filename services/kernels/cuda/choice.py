@@ -33,7 +33,7 @@ _AHEAD = 6
 If each were awaited, whatever costs the host less would look faster than it is.
 """
 _EVEN = 1.03
-"""Share of MLX's time that single rows may take, for bits equal to those of several rows."""
+"""Share of MLX's time that single rows may take, so that they get the bits of several rows."""
 _MOST_SLOWER = 2
 """Consecutive numbers of rows without a gain, after which larger ones are not tried."""
 
@@ -53,7 +53,7 @@ def in_trace() -> Iterator[None]:
 
 @dataclass
 class FewRows:
-    """The numbers of rows for which a model's traces use our kernels, blocks too."""
+    """The numbers of rows for which a model's traces use our kernels, those of blocks included."""
 
     least: int = 0
     most: int = 0
@@ -65,7 +65,7 @@ class FewRows:
 
 
 class TracedLinear(nn.Linear):
-    """A layer whose few rows use our kernel."""
+    """A linear layer that uses our kernel for few rows."""
 
     few_rows: FewRows
 
@@ -83,12 +83,12 @@ class TracedLinear(nn.Linear):
 
 
 class TracedEmbedding(nn.Embedding):
-    """A tied embedding whose logits of few rows use our kernel."""
+    """A tied embedding that uses our kernel for the logits of few rows."""
 
     few_rows: FewRows
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits of [..., rows, inputs]."""
+        """Return the logits of [..., rows, inputs]."""
         if not self.few_rows.serve(x, self.weight):
             by_mlx: mx.array = super().as_linear(x)
             return by_mlx

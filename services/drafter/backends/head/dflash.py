@@ -1,7 +1,7 @@
 """DFlash, DFlash 2 and DSpark: a whole block of tokens in one pass.
 
-A block consists of some known tokens and masks after them. It attends to itself and to keys and
-values that are projected from the target's states, and its last slots predict the masked tokens.
+A block is a few known tokens followed by mask tokens. It attends to itself and to keys and values
+that are projected from the target's states, and its last slots predict the masked tokens.
 DFlash 2 adds convolutions along the block and rescores candidates by the token before; DSpark adds
 a bias from the token before, and a confidence.
 """
@@ -67,9 +67,9 @@ class _Layer(nn.Module):
         eps = float(config.get("rms_norm_eps", 1e-6))
         kinds = config.get("layer_types") or []
         slides = bool(kinds) and kinds[index] == "sliding_attention"
-        said = config.get("is_causal")
+        is_causal = config.get("is_causal")
         self._window = int(config["sliding_window"]) if slides else 0
-        self._causal = slides if said is None else bool(said)
+        self._causal = slides if is_causal is None else bool(is_causal)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.self_attn = HeadAttention(attention_shape(head, width, norms=True))
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
@@ -81,7 +81,7 @@ class _Layer(nn.Module):
     def __call__(
         self, x: mx.array, at: int, context: tuple[mx.array, mx.array] | None, first: int
     ) -> mx.array:
-        """Compute [blocks, tokens, width], all at position `at`; the context starts at `first`."""
+        """Compute [blocks, tokens, width]; blocks start at `at`, the context at `first`."""
         slots = 0 if context is None else context[0].shape[2]
         mask = self._mask(x.shape[0], x.shape[1], at, first + np.arange(slots))
         y, kernel = self._before("attention_conv", self.input_layernorm(x))
@@ -103,16 +103,16 @@ class _Layer(nn.Module):
         """Return a mask [blocks * tokens, context + blocks * tokens]; None if all is visible."""
         if blocks == 1 and not self._causal and not self._window:
             return None
-        own = at + np.tile(np.arange(tokens), blocks)
-        keys = np.concatenate([context, own])
-        block = np.repeat(np.arange(blocks), tokens)
-        where = np.concatenate([np.full(len(context), -1), block])
-        visible = (where[None] < 0) | (where[None] == block[:, None])
-        ahead = keys[None] - own[:, None]
+        queries = at + np.tile(np.arange(tokens), blocks)
+        keys = np.concatenate([context, queries])
+        query_blocks = np.repeat(np.arange(blocks), tokens)
+        key_blocks = np.concatenate([np.full(len(context), -1), query_blocks])
+        visible = (key_blocks[None] < 0) | (key_blocks[None] == query_blocks[:, None])
+        distances = keys[None] - queries[:, None]
         if self._causal:
-            visible &= ahead <= 0
+            visible &= distances <= 0
         if self._window:
-            visible &= np.abs(ahead) < self._window
+            visible &= np.abs(distances) < self._window
         return mx.array(visible)
 
 
@@ -133,7 +133,7 @@ class _Selector(nn.Module):
 
 
 class _Markov(nn.Module):
-    """DSpark: a bias of rank 256 from the token before."""
+    """DSpark: a low-rank bias that depends on the token before."""
 
     def __init__(self, rows: int, columns: int, rank: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class BlockHead(nn.Module):
         self.block_size = int(head.value("block_size", 16))
         self.mask_token = int(head.value("mask_token_id"))
         self.from_first = head.format == "dspark"
-        """True if a slot predicts the next token, and not its own."""
+        """True if a slot predicts the token after it, and not its own."""
         self._input_scale = float(head.value("input_embedding_scale", 1.0))
         self._output_scale = float(head.value("output_multiplier", 1.0))
         self._softcap = float(head.value("final_logit_softcapping", 0.0))
@@ -217,10 +217,10 @@ class BlockHead(nn.Module):
         """Compute [blocks, tokens, width] of blocks [blocks, tokens] that start at `at`.
 
         Args:
-            tokens: known ones, then `mask_token`.
+            tokens: the known tokens of each block, then `mask_token` in every other slot.
             at: position of every block's first token.
-            context: of the tokens before, from position `first` on; None if there is none.
-            first: see there.
+            context: keys and values of the tokens before; None if there are none.
+            first: position of the first token of the context.
         """
         x = self._embed(tokens) * self._input_scale
         for index, layer in enumerate(self.layers):
@@ -231,14 +231,14 @@ class BlockHead(nn.Module):
     # ------------------------------------------------------------ predictions
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return logits [..., head] of [..., width]."""
+        """Return the logits [..., head] of hidden states [..., width]."""
         logits: mx.array = self._head(hidden) * self._output_scale
         if self._softcap > 0.0:
             logits = mx.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def add_bias(self, logits: mx.array, before: mx.array) -> mx.array:
-        """Return [rows, head] logits biased by the tokens before, [rows]."""
+        """Return logits [rows, head] with the bias of the tokens before them, [rows], added."""
         if "markov_head" not in self:
             return logits
         markov = self.markov_head
