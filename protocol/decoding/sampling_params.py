@@ -1,8 +1,10 @@
 """Validation and combination of sampling parameters. The arithmetic is in `sampler.py`."""
 
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from protocol.errors import UsageError
 from protocol.messages import DraftDistribution, Sampling
@@ -36,6 +38,11 @@ _COLDEST = 1e-4
 _EPSILON = 1e-6
 """Distance of filters from values that keep only the best token."""
 
+_NOT_DRAWING = frozenset(
+    {"acceptance", "draft_temperature", "draft_top_p", "saguaro", "logits_options", "logprobs"}
+)
+"""Fields of `Sampling` that do not set how a token is drawn from processed logits."""
+
 _SUM_TOLERANCE = 1e-3
 """A distribution may come from float32 arithmetic; it is normalised again before use."""
 
@@ -50,10 +57,24 @@ def uses_rejection(sampling: Sampling) -> bool:
     return sampling.acceptance == "rejection" and not is_greedy(sampling)
 
 
+def goes_beyond(sampling: Sampling, applied: frozenset[str]) -> bool:
+    """Return True if a field sets how tokens are drawn, and is not among the `applied` ones."""
+    others = _fields_beyond(type(sampling), applied)
+    return any(getattr(sampling, name) != default for name, default in others)
+
+
+@cache
+def _fields_beyond(kind: type[Sampling], applied: frozenset[str]) -> list[tuple[str, Any]]:
+    """Return name and default of each field that is not among these, nor in `_NOT_DRAWING`."""
+    left_out = applied | _NOT_DRAWING
+    fields = structs.fields(kind)
+    return [(field.name, field.default) for field in fields if field.name not in left_out]
+
+
 def drafter_sampling(sampling: Sampling) -> Sampling:
     """Return the parameters with which the drafter chooses its tokens."""
     temperature, top_p = sampling.draft_temperature, sampling.draft_top_p
-    return msgspec.structs.replace(
+    return structs.replace(
         sampling,
         temperature=sampling.temperature if temperature is None else temperature,
         top_p=sampling.top_p if top_p is None else top_p,

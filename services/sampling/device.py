@@ -15,7 +15,7 @@ import numpy.typing as npt
 from protocol.decoding import sampler
 from protocol.decoding.gumbel import gumbel, gumbel_from_bits, hash_with_keys
 from protocol.decoding.sampler import Floats, Ids
-from protocol.decoding.sampling_params import is_greedy
+from protocol.decoding.sampling_params import goes_beyond, is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.kernels.cuda.sampling.best import sort_best
@@ -33,6 +33,9 @@ from services.sampling.candidates import Top
 
 _FILTER_WIDTH = 1024
 """Tokens per row that the filters consider; a row that keeps more is decided on the host."""
+
+APPLIED = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
+"""Fields of `Sampling` that MLX's operations apply here; the host decides rows with others."""
 
 _CLOSE = 1e-5
 """Scores closer than this, relative to their magnitude, are compared on the host."""
@@ -79,10 +82,11 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
     there = kernels().choose(logits, positions, sampling)
     if there is not None:
         return there
-    if is_greedy(sampling):
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    elif sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1]):
+    too_wide = sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1])
+    if goes_beyond(sampling, APPLIED) or (too_wide and not is_greedy(sampling)):
         tokens = mx.full(logits.shape[0], _UNDECIDED, mx.int32)
+    elif is_greedy(sampling):
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
         tokens = _draw(logits.astype(mx.float32), positions, sampling)
     broken = mx.isnan(logits) | mx.isposinf(logits)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampler import Floats, sample
-from protocol.decoding.sampling_params import is_greedy, uses_rejection
+from protocol.decoding.sampling_params import goes_beyond, is_greedy, uses_rejection
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, VerificationOutcome, Verify
@@ -42,7 +42,8 @@ class AcceptanceRule:
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
         greedy = is_greedy(self._sampling)
         on_host = compute_unit() == "cpu" or uses_rejection(self._sampling)
-        is_plain = shape is None and self._sampling.logprobs is None
+        on_logits = not goes_beyond(self._sampling, device.APPLIED)
+        is_plain = on_logits and shape is None and self._sampling.logprobs is None
         self.is_on_device = is_plain and (greedy or not on_host)
         """True if the choice is made on the logits' device."""
         self.is_likeliest = is_plain and greedy

@@ -8,10 +8,13 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.gumbel import position_keys
-from protocol.decoding.sampling_params import is_greedy
+from protocol.decoding.sampling_params import goes_beyond, is_greedy
 from protocol.messages import Sampling
 from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
+
+_APPLIED = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
+"""Fields of `Sampling` that the kernel applies."""
 
 
 class _Rule(ctypes.Structure):
@@ -26,7 +29,7 @@ class _Rule(ctypes.Structure):
 def choose_on_cpu(
     logits: mx.array, positions: Sequence[int], sampling: Sampling
 ) -> mx.array | None:
-    """Choose one token per row, like `sampling.device.begin`; None without our kernels.
+    """Choose one token per row, like `sampling.device.begin`; None where it cannot.
 
     Args:
         logits: [rows, vocabulary].
@@ -34,7 +37,7 @@ def choose_on_cpu(
             ignores them.
     """
     library: Any = cpu_kernels()
-    if library is None or logits.dtype != mx.float32:
+    if library is None or logits.dtype != mx.float32 or goes_beyond(sampling, _APPLIED):
         return None
     mx.eval(logits)
     memory, (rows, count) = view(logits), logits.shape

@@ -1,6 +1,7 @@
 """Choosing tokens beside the logits gives the very tokens of the numpy sampler."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -14,10 +15,12 @@ from protocol.decoding.token_tree import read_tree
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
 from services.kernels.cpu.choice import choose_on_cpu
+from services.kernels.cuda.sampling.choose import choose_on_cuda
 from services.kernels.register import KERNELS
 from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
+from services.verifier.acceptance import AcceptanceRule
 from services.verifier.verifier import Verifier
 from tests.support.reference import drafts, for_the_cpu, plain, said, tiny_folder
 
@@ -199,3 +202,28 @@ def answer(
         assert isinstance(outcome, VerificationOutcome)
         tokens += [*draft[: outcome.accepted], outcome.bonus]
     return tokens[len(prompt) : upto]
+
+
+class Newer(Sampling, frozen=True):
+    """A request with a way of sampling that only the host knows."""
+
+    typical_p: float = 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_unknown_way_of_sampling_is_left_to_the_host(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every kernel and by MLX; at its default it changes nothing."""
+    logits, positions = mx.array(rows(2, 4, 1000)), range(4)
+    monkeypatch.setattr("services.kernels.cuda.sampling.choose._works", lambda _: True)
+    newer = Newer(temperature=temperature, typical_p=0.9)
+    assert choose_on_cpu(logits, positions, newer) is None
+    assert choose_on_cuda(logits, positions, newer) is None
+    assert set(np.array(device.begin(logits, positions, newer)).tolist()) == {-1}
+    usual = device.choose(logits, positions, Sampling(temperature=temperature))
+    assert device.choose(logits, positions, Newer(temperature=temperature)) == usual
+    opened = OpenSequence(sequence=1, tokens=[1], sampling=newer)
+    rule = AcceptanceRule(opened, Path())
+    assert not rule.is_on_device
+    assert not rule.is_likeliest

@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.sampler import sample
-from protocol.decoding.sampling_params import is_greedy
+from protocol.decoding.sampling_params import goes_beyond, is_greedy
 from protocol.messages import Sampling
 from services.kernels.cuda.kernel import LANES, build
-from services.kernels.cuda.sampling.rules import write_rules
+from services.kernels.cuda.sampling.rules import APPLIED, write_rules
 from services.mlx.selftest import is_right
 
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
@@ -39,7 +39,8 @@ def choose_on_cuda(
     logits: mx.array, positions: Sequence[int], sampling: Sampling
 ) -> mx.array | None:
     """Choose one token per row, lazily; see `sampling.device.begin`. None if unsupported."""
-    if logits.dtype not in _TYPES or not _works(logits.dtype):
+    takes = logits.dtype in _TYPES and not goes_beyond(sampling, APPLIED)
+    if not takes or not _works(logits.dtype):
         return None
     if is_greedy(sampling):
         return launch(logits, _greedy_rules(logits.shape[0]))

@@ -16,6 +16,9 @@ WORDS = 6
 The layout is `Rule` of services/kernels/cuda/sampling/rule.cuh.
 """
 
+APPLIED = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
+"""Fields of `Sampling` that rules encode."""
+
 
 def write_rules(positions: npt.ArrayLike, sampling: Sampling) -> npt.NDArray[np.uint32]:
     """Return [..., WORDS] for positions [...], the absolute position of each token to be chosen."""
