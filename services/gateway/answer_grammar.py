@@ -7,37 +7,20 @@ client asks for them.
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from protocol.decoding.grammar import check_size, json_grammar, json_rule
 from services.gateway.body import check_free_form
 from services.gateway.errors import refuse_value
 from services.gateway.template import ModelText
-from services.gateway.tools.calls import (
-    CALL_END,
-    CALL_START,
-    ToolFunction,
-    call_grammar,
-    call_schema,
-)
+from services.gateway.tools.calls import CALL_END, CALL_START, ToolFunction
+from services.gateway.tools.formats import find_tool_format
 from services.gateway.tools.schemas import close_objects, describe_arguments
-from services.gateway.transcript import AnswerFormat
+from services.gateway.transcript import AnswerFormat, AnswerGrammar
 
 _ANY = r"/(?s:.*)/"
 _BARE_CALL = re.compile(r'\{"name": [^{}\n]*"parameters": ')
 """Matches a template's instruction to write a call as a bare JSON object."""
-
-
-class AnswerGrammar(NamedTuple):
-    """The grammar of an answer, and how to parse it."""
-
-    form: AnswerFormat
-    text: str = ""
-    """The grammar; empty allows any text."""
-    after_thought: str = ""
-    """Grammar of what must follow a thought that was cut short."""
-    bare_calls: bool = True
-    """True if an answer that is one JSON object may be a call."""
 
 
 class GrammarWriter:
@@ -109,7 +92,7 @@ class GrammarWriter:
 
     def _write_calls(self, functions: Sequence[ToolFunction], *, one_call: bool) -> str:
         """Write the rule `calls`: one or several calls in the model's own format."""
-        form, template = self._form.tools, self._text.template
+        form, template = find_tool_format(self._text), self._text.template
         more = "" if one_call else ' ("\\n"? call)*'
         if self._writes_bare_calls:
             return f"calls: {json_rule(call_schema(functions, 'parameters'))}"
@@ -175,3 +158,33 @@ def _write_document(schema: dict[str, Any]) -> str:
     check_free_form(schema, "the schema")
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     return json_grammar(close_objects(kept))
+
+
+def call_grammar(
+    functions: Sequence[ToolFunction], start: str = f'"{CALL_START}"', end: str = f'"{CALL_END}"'
+) -> str:
+    """Return the grammar of an answer that must call one of these, between marks that are rules."""
+    rule = json_rule(call_schema(functions, "arguments"))
+    return f'start: {start} "\\n" call "\\n" {end}\ncall: {rule}'
+
+
+def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, Any]:
+    """Return the schema of a call in JSON; `arguments` is the family's name for them.
+
+    What a grammar cannot express is not enforced: a client checks its tools' arguments itself.
+    """
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                arguments: describe_arguments(
+                    function.parameters or {}, f"#/anyOf/{number}/properties/{arguments}"
+                ),
+            },
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for number, function in enumerate(functions)
+    ]
+    return {"anyOf": kinds, "x-guidance": {"lenient": True, "coerce_one_of": True}}

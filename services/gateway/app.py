@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -25,8 +27,6 @@ from services.gateway.auth import Guard, name_client
 from services.gateway.body import read_body, refuse_unknown, to_header
 from services.gateway.dialects.base import Reader, Reading, Reply
 from services.gateway.dialects.chat_reply import read_chat
-from services.gateway.dialects.completions import read_completion
-from services.gateway.dialects.conversations import Conversations
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate_all, share_prompts
 from services.gateway.http.large_bodies import LARGE_BYTES, LargeBodies
@@ -38,10 +38,19 @@ from services.gateway.server_info import ServerInfo
 from services.gateway.stream import EventStream, wait_for_disconnect, watch_events
 from services.gateway.task import Choice, Task
 
+if TYPE_CHECKING:
+    from services.gateway.dialects.conversations import Conversations
+
 _KEEP_ALIVE_S = 5.0
 
 
-# The Messages and Responses APIs are loaded with their first request.
+# All APIs but the chat's are loaded with their first request.
+
+
+def _read_completion(body: bytes, settings: GatewaySettings) -> Reading:
+    from services.gateway.dialects.completions import read_completion  # noqa: PLC0415
+
+    return read_completion(body, settings)
 
 
 def _read_messages(body: bytes, settings: GatewaySettings) -> Reading:
@@ -52,7 +61,7 @@ def _read_messages(body: bytes, settings: GatewaySettings) -> Reading:
 
 _APIS: tuple[tuple[str, Reader], ...] = (
     ("/v1/chat/completions", read_chat),
-    ("/v1/completions", read_completion),
+    ("/v1/completions", _read_completion),
     ("/v1/messages", _read_messages),
 )
 
@@ -76,7 +85,6 @@ class Gateway:
         self._settings = settings
         self._models = ServedModels(settings, connect)
         self._metrics = Metrics(steps)
-        self._conversations = Conversations()
         self._bodies = LargeBodies()
 
     def app(self, key: str) -> ASGIApp:
@@ -203,6 +211,12 @@ class Gateway:
             async with contextlib.aclosing(generate_all(model.client, choices)) as events:
                 async for event in events:
                     yield event
+
+    @cached_property
+    def _conversations(self) -> "Conversations":
+        from services.gateway.dialects.conversations import Conversations  # noqa: PLC0415
+
+        return Conversations()
 
     def _read_responses(self, body: bytes, settings: GatewaySettings) -> Reading:
         from services.gateway.dialects.responses_reply import read_responses  # noqa: PLC0415

@@ -21,14 +21,18 @@ from protocol.messages import (
     Sampling,
     Tokens,
 )
-from services.gateway.answer_grammar import AnswerGrammar, GrammarWriter
 from services.gateway.body import check_free_form, to_field_error
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ToolFunction
-from services.gateway.tools.harmony import FINAL_CHANNEL, THOUGHT_END
-from services.gateway.transcript import AnswerFormat, Beginning, Transcript, find_answer_format
+from services.gateway.transcript import (
+    AnswerFormat,
+    AnswerGrammar,
+    Beginning,
+    Transcript,
+    find_answer_format,
+)
 from services.gateway.turns import TurnFitter
 
 UNLIMITED = 2**31 - 1
@@ -158,7 +162,6 @@ class TaskPlanner:
         self._text = text
         self._format = find_answer_format(text)
         self._turns = TurnFitter(text)
-        self._grammars = GrammarWriter(text, self._format)
 
     def plan(self, task: Task) -> list[Choice]:
         """Return the requests of a task, prompt by prompt; each choice has its own seed.
@@ -170,13 +173,7 @@ class TaskPlanner:
         thinks = is_chat and self._thinks(task)
         options = self._template_options(task, thinks=thinks)
         opened = is_chat and self._opens_thought(options)
-        grammar = self._grammars.write(
-            task.functions,
-            task.schema,
-            must_call=task.must_call,
-            one_call=task.one_call,
-            opened=opened if thinks else None,
-        )
+        grammar = self._write_grammar(task, opened if thinks else None)
         if grammar.text and any(p.answer_start or p.answer_thought for p in task.prompts):
             raise refuse_value(
                 "messages",
@@ -215,6 +212,20 @@ class TaskPlanner:
         )
         limit = self._limit_thought(task, form, beginning, grammar.after_thought)
         return Choice(index, request, Transcript(reader, one_call=task.one_call), limit)
+
+    def _write_grammar(self, task: Task, opened: bool | None) -> AnswerGrammar:  # noqa: FBT001
+        """Return the grammar of the answer; `opened` and errors as for `GrammarWriter.write`."""
+        if not (task.functions or task.must_call) and task.schema is None:
+            return AnswerGrammar(self._format)
+        from services.gateway.answer_grammar import GrammarWriter  # noqa: PLC0415
+
+        return GrammarWriter(self._text, self._format).write(
+            task.functions,
+            task.schema,
+            must_call=task.must_call,
+            one_call=task.one_call,
+            opened=opened,
+        )
 
     def _thinks(self, task: Task) -> bool:
         """Return True if the answer may start with a thought.
@@ -266,13 +277,11 @@ class TaskPlanner:
         self, task: Task, form: AnswerFormat, beginning: Beginning, after: str
     ) -> ThoughtLimit | None:
         budget = task.thinking.budget
-        if budget is None or not (form.harmony or form.thoughts):
+        # A grammar contains the following channel.
+        end = form.write_thought_end(opens_answer=not after)
+        if budget is None or not end:
             return None
         reader = form.reader((), opened=beginning.in_thought, begun=beginning.in_answer)
-        # The grammar contains the following channel.
-        end = f"{THOUGHT_END}{'' if after else FINAL_CHANNEL}"
-        if form.thoughts:
-            end = f"\n{form.thoughts.end}\n\n"
         return ThoughtLimit(reader, budget, end=end, after=after)
 
     def _request(
@@ -293,7 +302,7 @@ class TaskPlanner:
                 tools=tools,
                 template_options=options,
                 answer_start=answer_start,
-                special_text=self._format.special_marks,
+                special_text=self._format.special_marks or bool(task.functions),
                 sampling=sampling,
                 max_tokens=min(task.max_tokens or UNLIMITED, UNLIMITED),
                 stop=task.stop,

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from protocol.messages import Logprobs, Text
 from services.gateway.reasoning import Thought, ThoughtFormat, ThoughtReader, find_thought_format
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ParsedCall, ToolFunction
-from services.gateway.tools.formats import ToolFormat, find_tool_format
-from services.gateway.tools.harmony import FINAL_CHANNEL, HarmonyReader, write_thought
-from services.gateway.tools.reader import ToolReader
+
+if TYPE_CHECKING:
+    from services.gateway.tools.reader import ToolReader
 
 Part = Thought | str | ParsedCall
 """A piece of a thought, a piece of the answer's text, or a tool call."""
@@ -36,7 +36,7 @@ class AnswerReader(Protocol):
 class PartsReader:
     """Reads thoughts first, then calls in the remaining text."""
 
-    def __init__(self, thoughts: ThoughtReader | None, tools: ToolReader | None) -> None:
+    def __init__(self, thoughts: ThoughtReader | None, tools: "ToolReader | None") -> None:
         self._thoughts = thoughts
         self._tools = tools
 
@@ -77,11 +77,12 @@ class Beginning(NamedTuple):
 class AnswerFormat(NamedTuple):
     """How a model writes thoughts and calls."""
 
-    tools: ToolFormat = ToolFormat()
+    text: ModelText | None = None
+    """The model whose own format calls have; None: JSON within <tool_call>."""
     thoughts: ThoughtFormat | None = None
     harmony: bool = False
     special_marks: bool = False
-    """True if marks are special tokens, which are text only on request."""
+    """True if the marks of thoughts are special tokens, which are text only on request."""
 
     def reader(
         self,
@@ -100,10 +101,17 @@ class AnswerFormat(NamedTuple):
             bare_calls: an answer that is one JSON object may be a call.
         """
         if self.harmony:
+            from services.gateway.tools.harmony import HarmonyReader  # noqa: PLC0415
+
             return HarmonyReader(begun=begun)
         thoughts = ThoughtReader(self.thoughts, opened=opened) if self.thoughts else None
-        tools = ToolReader(functions, self.tools, bare_calls=bare_calls) if functions else None
-        return PartsReader(thoughts, tools)
+        if not functions:
+            return PartsReader(thoughts, None)
+        from services.gateway.tools.formats import find_tool_format  # noqa: PLC0415
+        from services.gateway.tools.reader import ToolReader  # noqa: PLC0415
+
+        form = find_tool_format(self.text) if self.text else None
+        return PartsReader(thoughts, ToolReader(functions, form, bare_calls=bare_calls))
 
     def begin(self, start: str, thought: str, *, opened: bool, thinks: bool) -> Beginning:
         """Return the beginning of an answer; a thought without a text goes on.
@@ -114,6 +122,8 @@ class AnswerFormat(NamedTuple):
             thinks: True if the model may think.
         """
         if self.harmony:
+            from services.gateway.tools.harmony import FINAL_CHANNEL, write_thought  # noqa: PLC0415
+
             text = f"{write_thought(thought)}{FINAL_CHANNEL}{start}" if start else ""
             return Beginning(text, in_answer=bool(start))
         if self.thoughts is None:
@@ -129,16 +139,40 @@ class AnswerFormat(NamedTuple):
         marks = start.rfind(mark) - start.rfind(end)
         return Beginning(start, in_thought=marks > 0 if marks else opened)
 
+    def write_thought_end(self, *, opens_answer: bool) -> str:
+        """Return the text that ends a thought; empty if the model does not mark thoughts.
+
+        Args:
+            opens_answer: the channel of the answer is opened, too, if the model has channels.
+        """
+        if self.harmony:
+            from services.gateway.tools.harmony import FINAL_CHANNEL, THOUGHT_END  # noqa: PLC0415
+
+            return THOUGHT_END + (FINAL_CHANNEL if opens_answer else "")
+        return f"\n{self.thoughts.end}\n\n" if self.thoughts else ""
+
+
+class AnswerGrammar(NamedTuple):
+    """The grammar of an answer, and how to parse it."""
+
+    form: AnswerFormat
+    text: str = ""
+    """The grammar; empty allows any text."""
+    after_thought: str = ""
+    """Grammar of what must follow a thought that was cut short."""
+    bare_calls: bool = True
+    """True if an answer that is one JSON object may be a call."""
+
 
 def find_answer_format(text: ModelText) -> AnswerFormat:
     """Return the answer format of a model."""
     if "<|channel|>" in text.template and "<|message|>" in text.template:
-        return AnswerFormat(harmony=True, special_marks=True)
-    tools, thoughts = find_tool_format(text), find_thought_format(text)
-    marks = (tools.start, tools.end, *((thoughts.start, thoughts.end) if thoughts else ()))
+        return AnswerFormat(text, harmony=True, special_marks=True)
+    thoughts = find_thought_format(text)
+    marks = (thoughts.start, thoughts.end) if thoughts else ()
     special = [token for token, hidden in text.added_tokens.items() if hidden]
     hidden = any(token in mark for token in special for mark in marks)
-    return AnswerFormat(tools, thoughts, special_marks=hidden)
+    return AnswerFormat(text, thoughts, special_marks=hidden)
 
 
 @dataclass(frozen=True)

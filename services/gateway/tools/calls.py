@@ -1,14 +1,10 @@
-"""Functions that a model may call, a parsed call, and the grammar of a forced call."""
+"""Functions that a model may call, and a parsed call."""
 
 import json
 import secrets
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-
-from protocol.decoding.grammar import json_rule
-from services.gateway.tools.schemas import describe_arguments
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 """The marks of a call that a grammar forces, and the default marks of models without others."""
@@ -61,36 +57,6 @@ class ParsedCall(NamedTuple):
 def new_call_id() -> str:
     """Return nine letters and digits: Mistral's templates accept no others."""
     return secrets.token_hex(5)[:9]
-
-
-def call_grammar(
-    functions: Sequence[ToolFunction], start: str = f'"{CALL_START}"', end: str = f'"{CALL_END}"'
-) -> str:
-    """Return the grammar of an answer that must call one of these, between marks that are rules."""
-    rule = json_rule(call_schema(functions, "arguments"))
-    return f'start: {start} "\\n" call "\\n" {end}\ncall: {rule}'
-
-
-def call_schema(functions: Sequence[ToolFunction], arguments: str) -> dict[str, Any]:
-    """Return the schema of a call in JSON; `arguments` is the family's name for them.
-
-    What a grammar cannot express is not enforced: a client checks its tools' arguments itself.
-    """
-    kinds = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                arguments: describe_arguments(
-                    function.parameters or {}, f"#/anyOf/{number}/properties/{arguments}"
-                ),
-            },
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for number, function in enumerate(functions)
-    ]
-    return {"anyOf": kinds, "x-guidance": {"lenient": True, "coerce_one_of": True}}
 
 
 def complete_json(text: str) -> str:

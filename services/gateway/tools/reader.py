@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway.reasoning import overlap
 from services.gateway.tools.calls import ParsedCall, ToolFunction
 from services.gateway.tools.formats import Parser, ToolFormat
 from services.gateway.tools.syntax import CallSyntax
@@ -194,9 +195,3 @@ class ToolReader:
         except Exception as error:  # noqa: BLE001
             _log.info("a tool call cannot be parsed (%s)", type(error).__name__)
             return []
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

@@ -166,7 +166,7 @@ def test_efforts_reach_the_template(tmp_path: Path, effort: Any, options: dict[s
 
 
 def test_special_marks_are_asked_for(tmp_path: Path) -> None:
-    """Tokens that are hidden in text are shown where a model marks thoughts or calls by them."""
+    """Tokens that are hidden in text are shown where a model marks thoughts by them."""
     folder = write_template(tmp_path, "x", ["<|think:start|>", "<|think:end|>"])
     assert find_answer_format(ModelText(folder)).special_marks
     plain = write_template(tmp_path, "x", ["<think>", "</think>"])

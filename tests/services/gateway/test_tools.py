@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 from protocol.decoding.grammar import Grammar, check_grammar
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage
+from services.gateway.answer_grammar import call_grammar
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import (
     ParsedCall,
     ToolFunction,
-    call_grammar,
     complete_json,
 )
 from services.gateway.tools.formats import ToolFormat, find_tool_format, load_parsers

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from protocol.decoding.grammar import Grammar, check_grammar
-from services.gateway.tools.calls import ToolFunction, call_grammar
+from services.gateway.answer_grammar import call_grammar
+from services.gateway.tools.calls import ToolFunction
 from tests.support.tiny_models import EOS, tokenizer_json
 
 LEFT_OUT: list[Any] = [
