@@ -10,7 +10,8 @@ import msgspec
 import psutil
 
 from launch.bench.bandwidth import describe_ceiling, read_weight_bytes
-from launch.models.coreml_models import conversion_in, find_converted, is_converted
+from launch.models.coreml_facts import conversion_in
+from launch.models.coreml_models import find_converted, is_converted
 from launch.models.pair import Pair, pair_of
 from launch.models.recommendation import plan_schedule
 from launch.models.weights import Weights, stays_packed, weights_of

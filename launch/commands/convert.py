@@ -9,7 +9,8 @@ import click
 import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from launch.models.coreml_models import default_conversion_dir, source_of
+from launch.models.coreml_facts import source_of
+from launch.models.coreml_models import default_conversion_dir
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
 from launch.settings.flags import more_settings, read_more

@@ -15,7 +15,8 @@ import psutil
 from launch.bench.bandwidth import read_weight_bytes
 from launch.bench.mac_report import TEMPERATURE, MacReport, MeasuredAnswer, lines, without_paths
 from launch.doctor import ask_hardware, versions
-from launch.models.coreml_models import find_converted, read_facts, require_converted
+from launch.models.coreml_facts import read_facts
+from launch.models.coreml_models import find_converted, require_converted
 from launch.models.default_pair import default_drafter
 from launch.models.hub import resolve
 from launch.models.pair import pair_of

@@ -9,9 +9,8 @@ import msgspec
 from launch.models.names import name_of_folder
 from launch.signals import Terminated
 from launch.terminal import console
-from launch.terminal.generate import stream_with_progress
+from launch.terminal.generate import notes, stream_with_progress
 from launch.terminal.line_editor import LineEditor, typing_hidden
-from launch.terminal.statistics import notes, peak_memory, statistics_table
 from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Status, Text
@@ -135,6 +134,8 @@ class Chat:
         if self._last is None:
             console.note("nothing was answered yet")
         else:
+            from launch.terminal.statistics import peak_memory, statistics_table  # noqa: PLC0415
+
             finished, tokens = self._last
             memory = peak_memory(self._client)
             console.stderr().print(statistics_table(finished, tokens, memory=memory))

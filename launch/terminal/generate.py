@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import msgspec
 
 from launch.prompts import Prompt
 from launch.terminal import console
-from launch.terminal.statistics import notes, peak_memory, statistics_table
 from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Text, TraceEvent
@@ -93,6 +92,21 @@ def stream_with_progress(client: Client, request: Generate) -> Generator[Text | 
         line.clear()
 
 
+def notes(finished: Finished, request: Generate) -> Iterator[str]:
+    """Yield notes on the answer, in sentences: that it was cut, or had no drafter."""
+    if finished.reason == "length":
+        yield f"stopped after {request.max_tokens} tokens (--max-tokens)"
+    elif finished.reason == "context":
+        yield "stopped: the model's context is full"
+    s = finished.statistics
+    missing = s.fallbacks.get("no_drafter", 0)
+    if missing and request.mode != "ar":
+        yield (
+            f"there was no drafter in {missing} of {s.rounds} rounds "
+            "(the lines above say why, or `ssd logs` of a running stack)"
+        )
+
+
 def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
     number = client.number()
     if options.is_raw:
@@ -130,6 +144,8 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceE
 
         console.stderr().print(explanation(request.mode, finished.statistics), markup=False)
     if options.statistics:
+        from launch.terminal.statistics import peak_memory, statistics_table  # noqa: PLC0415
+
         memory = peak_memory(client)
         table = statistics_table(finished, tokens, memory=memory, details=options.details)
         console.stderr().print(table)

@@ -1,4 +1,4 @@
-"""The statistics of an answer for `--stats`, and important notes."""
+"""The statistics of an answer for `--stats`."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import psutil
 from rich.table import Table
 
 from protocol.client.client import Client
-from protocol.messages import Finished, Generate, Origin, Statistics
+from protocol.messages import Finished, Origin, Statistics
 
 DRAFTER: tuple[Origin, ...] = ("hit", "miss")
 """Origins of a drafter's tokens; lookups are not its merit."""
@@ -149,18 +149,3 @@ def _natural(name: str) -> tuple[str, int]:
     """Return a sort key that puts `verify_10` after `verify_2`."""
     word, _, number = name.rpartition("_")
     return (word, int(number)) if number.isdecimal() else (name, 0)
-
-
-def notes(finished: Finished, request: Generate) -> Iterator[str]:
-    """Yield notes on the answer, in sentences: that it was cut, or had no drafter."""
-    if finished.reason == "length":
-        yield f"stopped after {request.max_tokens} tokens (--max-tokens)"
-    elif finished.reason == "context":
-        yield "stopped: the model's context is full"
-    s = finished.statistics
-    missing = s.fallbacks.get("no_drafter", 0)
-    if missing and request.mode != "ar":
-        yield (
-            f"there was no drafter in {missing} of {s.rounds} rounds "
-            "(the lines above say why, or `ssd logs` of a running stack)"
-        )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.decoding.closing import find_end
 from protocol.decoding.grammar import AllowedMask, Grammar
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
@@ -148,6 +147,8 @@ class LogitsProcessor:
 
     def _list_allowed(self, grammar: Grammar) -> AllowedMask:
         """Return [vocabulary] the allowed tokens; near the limit, those that end in time."""
+        from protocol.decoding.closing import find_end  # noqa: PLC0415
+
         allowed = grammar.compute_mask()
         left = self._options.answer_until - len(self._tokens)
         if 0 < left <= self._measure_window():
@@ -163,6 +164,8 @@ class LogitsProcessor:
         A limit that leaves no room beyond what the grammar requires is not enforced.
         """
         if self._window is None:
+            from protocol.decoding.closing import find_end  # noqa: PLC0415
+
             shape = self._options
             start = Grammar.start(shape.grammar, self._folder, shape.stop_ids)
             end = find_end(start, _LONGEST_END)

@@ -9,7 +9,7 @@ network unencrypted: an address that is not a Unix socket needs a `Lock`, the ke
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import zmq
 
@@ -24,7 +24,9 @@ from protocol.messages import Message
 from protocol.process.closeable import Closeable
 from protocol.transport.address import IPC
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, poll_failure, secure
+
+if TYPE_CHECKING:
+    from protocol.transport.curve import ClientLock, Lock, ServerLock
 
 Inbound = TypeVar("Inbound", bound=Message)
 
@@ -62,7 +64,7 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
 class _Endpoint(Closeable):
     """The base of Hub and Channel: a socket and its context, which are closed together."""
 
-    def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:
+    def __init__(self, kind: int, address: str, lock: "Lock | None" = None) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         try:
@@ -70,9 +72,11 @@ class _Endpoint(Closeable):
         except UsageError:
             self._context.destroy()
             raise
-        self._authenticator = (
-            secure(self._socket, self._context, lock) if lock is not None else None
-        )
+        self._authenticator = None
+        if lock is not None:
+            from protocol.transport.curve import secure  # noqa: PLC0415
+
+            self._authenticator = secure(self._socket, self._context, lock)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -106,14 +110,14 @@ class Channel(_Endpoint, Generic[Inbound]):
         self,
         address: str,
         decoder: Decoder[Inbound],
-        lock: ClientLock | None = None,
+        lock: "ClientLock | None" = None,
         *,
         send_timeout_s: float = 0.0,
     ) -> None:
         super().__init__(zmq.DEALER, address, lock)
         self._socket.sndtimeo = round(1e3 * send_timeout_s)
         self._decoder = decoder
-        self._monitor = monitor(self._socket) if lock is not None else None
+        self._monitor = self._socket.get_monitor_socket() if lock is not None else None
         self._news: zmq.Socket[bytes] | None = None
         """Monitor of connections, created on demand."""
         self._both = zmq.Poller()
@@ -138,7 +142,11 @@ class Channel(_Endpoint, Generic[Inbound]):
 
     def check(self) -> None:
         """Raise StreamEnded, with the reason, if a network connection is down."""
-        if self._monitor is not None and (reason := poll_failure(self._monitor)) is not None:
+        if self._monitor is None:
+            return
+        from protocol.transport.curve import poll_failure  # noqa: PLC0415
+
+        if (reason := poll_failure(self._monitor)) is not None:
             raise StreamEnded(reason)
 
     def send(self, message: Message) -> None:
@@ -168,7 +176,7 @@ class Channel(_Endpoint, Generic[Inbound]):
         """Close the connection; safe to call twice."""
         if self._monitor is not None:
             self._socket.disable_monitor()
-            self._monitor.socket.close()
+            self._monitor.close()
             self._monitor = None
         if self._news is not None:
             self._socket.disable_monitor()
@@ -184,7 +192,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         self,
         address: str,
         decoder: Decoder[Inbound],
-        lock: ServerLock | None = None,
+        lock: "ServerLock | None" = None,
         *,
         stranger_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:

@@ -3,14 +3,14 @@
 Both ends know each other's public key in advance (pinned); there is no certificate authority and no
 trust on first use. Keys are 40 characters of Z85, zmq's format. Only `channel.py` uses the sockets.
 
-zmq's modules for keys and monitoring import asyncio and TLS. Every process of a stack imports this
-module and few need those, so they are imported where they are used.
+zmq's modules for keys and monitoring import asyncio and TLS, so they are imported where they are
+used.
 """
 
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -59,12 +59,6 @@ class ClientLock:
 
 
 Lock = ServerLock | ClientLock
-
-
-class Monitor(NamedTuple):
-    """The socket on which zmq reports events of a connection."""
-
-    socket: zmq.Socket[bytes]
 
 
 def new_keys() -> KeyPair:
@@ -126,17 +120,12 @@ def secure(
     return authenticator
 
 
-def monitor(socket: zmq.Socket[bytes]) -> Monitor:
-    """Monitor a socket that is about to connect."""
-    return Monitor(socket.get_monitor_socket())
-
-
-def poll_failure(watch: Monitor) -> str | None:
-    """Return the connection's failure since the last call, or None."""
+def poll_failure(monitor: zmq.Socket[bytes]) -> str | None:
+    """Return a connection's failure since the last call, or None; `monitor` reports its events."""
     from zmq.utils.monitor import recv_monitor_message  # noqa: PLC0415
 
-    while watch.socket.poll(0):
-        match recv_monitor_message(watch.socket)["event"]:
+    while monitor.poll(0):
+        match recv_monitor_message(monitor)["event"]:
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
                 return "it does not trust our key; run `ssd keys show` here and trust it there"
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL:

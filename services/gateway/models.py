@@ -8,15 +8,18 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.client.async_client import AsyncClient
-from protocol.client.model_client import ModelClient, ModelUse
 from protocol.gateway import GatewayModel, GatewaySettings
 from protocol.messages import ModelStatus, Status
 from protocol.process.closeable import Closeable
 from services.gateway.errors import ApiError
 from services.gateway.task import Task, TaskPlanner
 from services.gateway.template import ModelText
+
+if TYPE_CHECKING:
+    from protocol.client.model_client import ModelClient, ModelUse
 
 STATUS_S = 4.0
 """Longest wait for an orchestrator's status, and for the list of models.
@@ -113,7 +116,7 @@ class ServedModel(Closeable):
 class Lease(Closeable):
     """A model in use by a request until this is closed."""
 
-    def __init__(self, model: ServedModel, use: ModelUse | None) -> None:
+    def __init__(self, model: ServedModel, use: "ModelUse | None") -> None:
         self.model = model
         self._use = use
 
@@ -142,7 +145,7 @@ class ServedModels(Closeable):
         most = settings.max_draft_tokens
         self._models = [ServedModel(told, connect, most) for told in settings.models]
         self._by_name = {name: model for model in self._models for name in model.names}
-        self._server = ModelClient(settings.model_server) if settings.model_server else None
+        self._server = _connect(settings.model_server) if settings.model_server else None
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -196,6 +199,12 @@ class ServedModels(Closeable):
 
 _MLX_LM_DEFAULT = "default_model"
 """mlx-lm clients' name for the model, or drafter, that the server was started with."""
+
+
+def _connect(model_server: str) -> "ModelClient":
+    from protocol.client.model_client import ModelClient  # noqa: PLC0415
+
+    return ModelClient(model_server)
 
 
 def _last(path: str) -> str:

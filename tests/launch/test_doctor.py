@@ -16,7 +16,8 @@ from coremltools.models import compute_device
 from mlx.utils import tree_flatten
 
 from launch import doctor
-from launch.models.coreml_models import conversion_in, default_conversion_dir
+from launch.models.coreml_facts import conversion_in
+from launch.models.coreml_models import default_conversion_dir
 from launch.models.weights import weights_of
 from launch.settings.settings import StackSettings
 from protocol.errors import ModelError

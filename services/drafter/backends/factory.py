@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import UsageError
-from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import DrafterSettings
 from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.preparation import Stage, run_all
 
+if TYPE_CHECKING:
+    from protocol.jobs.draft_server import DraftServerSettings
 
-def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+
+def create_backend(settings: "DrafterSettings | DraftServerSettings") -> DraftBackend:
     """Create the backend named in the settings, load its model, and prepare it; see
     `open_backend`.
     """
@@ -24,7 +27,7 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
 
 
 def open_backend(
-    settings: DrafterSettings | DraftServerSettings,
+    settings: "DrafterSettings | DraftServerSettings",
 ) -> tuple[DraftBackend, Sequence[Stage]]:
     """Create the backend named in the settings and load its model; return what it may prepare.
 
@@ -50,7 +53,7 @@ def open_backend(
 
 
 def _create_mlx(
-    settings: DrafterSettings | DraftServerSettings,
+    settings: "DrafterSettings | DraftServerSettings",
 ) -> tuple[DraftBackend, Sequence[Stage]]:
     load_blas(settings.threads)
     leave_out_unused_libraries()
@@ -71,7 +74,7 @@ def _create_mlx(
 
 
 def _create_head(
-    settings: DrafterSettings | DraftServerSettings,
+    settings: "DrafterSettings | DraftServerSettings",
 ) -> tuple[DraftBackend, Sequence[Stage]]:
     load_blas(settings.threads)
     leave_out_unused_libraries()
@@ -91,7 +94,7 @@ def _create_head(
     return backend, () if unit == "cpu" else [Stage("first passes", partial(warm_drafter, backend))]
 
 
-def _create_coreml(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+def _create_coreml(settings: "DrafterSettings | DraftServerSettings") -> DraftBackend:
     from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
 
     limit_threads(settings.threads)

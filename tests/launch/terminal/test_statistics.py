@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.terminal.statistics import count_accepted, notes, statistics_table
+from launch.terminal.generate import notes
+from launch.terminal.statistics import count_accepted, statistics_table
 from protocol.messages import Finished, FinishReason, Generate, RoundStats, Statistics
 from tests.launch.terminal.test_explain import statistics
 
