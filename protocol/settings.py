@@ -30,7 +30,6 @@ ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "
 """Compute units of a converted model, in CoreML's terms; `reference` is a slow numpy runtime for
 tests that runs anywhere. `auto`: the Neural Engine on macOS, elsewhere the reference.
 """
-COMPUTE_UNITS: tuple[ComputeUnits, ...] = get_args(ComputeUnits)
 
 Prefill = Literal["mlx", "coreml", "coreml-always"]
 """Runtime of the target's prefill; `coreml` where that was measured to be faster."""
@@ -42,7 +41,6 @@ CpuActivations = Literal["int8", "float"]
 """Activations that multiply a quantised target's weights on a CPU. int8: rounded in groups of 32
 as in llama.cpp; float: as in mlx-lm, which is slower.
 """
-CPU_ACTIVATIONS: tuple[CpuActivations, ...] = get_args(CpuActivations)
 
 DraftWeights = Literal["auto", "int8", "float"]
 """Weights of an MLX drafter. int8: bytes, which are read faster and draft almost as well; float:

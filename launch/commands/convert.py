@@ -15,7 +15,7 @@ from launch.models.hub import resolve
 from launch.prompts import own_prompts
 from launch.settings.flags import more_settings, read_more
 from launch.settings.machine import compute_threads
-from launch.settings.options import options_of, settings_from_flags
+from launch.settings.options import settings_from_flags
 from launch.stack.child import Lifeline
 from launch.terminal import console
 from launch.workers.chat_template import tokenise
@@ -29,13 +29,13 @@ from protocol.jobs.convert import (
     ConvertResult,
     ConvertSettings,
 )
-from protocol.settings import COMPUTE_UNITS
 
-_option = options_of(ConvertSettings)
 MORE = (
     "branches",
     "chunk",
     "compression",
+    "compute_units",
+    "context",
     "width",
     "layers_per_part",
     "state_write",
@@ -53,8 +53,6 @@ MORE = (
 )
 @click.option("--target", help="Target to draft for; also measures acceptance.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
-@_option("--context", "Tokens that fit, drafts included.")
-@_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
 @more_settings(MORE)
 @click.option("--force", is_flag=True, help="Replace the conversion of another model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")

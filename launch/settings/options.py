@@ -12,12 +12,7 @@ from launch.settings.settings import BackendChoice, StackSettings, stack_setting
 from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, Sampling
-from protocol.settings import (
-    COMPUTE_UNITS,
-    CPU_ACTIVATIONS,
-    RANK_BACKENDS,
-    LogLevel,
-)
+from protocol.settings import RANK_BACKENDS, LogLevel
 from protocol.validation import describe
 
 _DEFAULTS = StackSettings()
@@ -26,7 +21,11 @@ _DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
 
 WITHOUT_FLAG = (
     "allowed_hosts",
+    "compute_units",
+    "cpu_activations",
     "draft_weights",
+    "idle_unload",
+    "key",
     "kv_bytes",
     "max_body_bytes",
     "max_prompt_tokens",
@@ -145,8 +144,6 @@ def _model_options() -> Callable[[F], F]:
         _setting("--draft-server", "Draft server on another machine.", metavar="tcp://HOST:PORT"),
         _setting("--draft-server-key", "The server's public key, or its name in `ssd keys`.",
                  metavar="KEY"),
-        _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
-        _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
     )  # fmt: skip
 
 
@@ -170,8 +167,6 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
-        _setting("--cpu-activations", "What a quantised target multiplies its weights with on a "
-                 "CPU.", click.Choice(CPU_ACTIVATIONS)),
         _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
         _setting("--prefill-step-size", "Most prompt tokens per prefill chunk; on CUDA four times "
                  "as many while nothing else waits.", positive),
@@ -203,8 +198,6 @@ def several_models_options() -> Callable[[F], F]:
         "Several models",
         _setting("--models", "Several models, loaded on demand: a TOML file with a table for each, "
                  "or a folder of model folders.", metavar="PATH"),
-        _setting("--idle-unload", "Seconds after which an idle model is unloaded; 0: never.",
-                 click.FloatRange(min=0), metavar="SECONDS"),
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> Packag
         return ReferenceExecutor(folder, manifest)
     if sys.platform != "darwin":
         raise UsageError(
-            f"--compute-units {units} needs CoreML, which only macOS has; here: reference"
+            f"compute_units={units} needs CoreML, which only macOS has; here: reference"
         )
     # Its framework exists only there.
     from services.coreml.runtime.native import NativeExecutor  # noqa: PLC0415

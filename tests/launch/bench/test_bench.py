@@ -251,7 +251,7 @@ def test_several_drafters_side_by_side(run_dir: Path, pair: list[str], tmp_path:
     def is_drafted() -> bool:
         flags = ["--modes", modes, "--limit", "2", "-m", "48", "--json", str(file)]
         # With the target's own arithmetic a drafter of the same weights is always right.
-        flags += ["--set", "draft_weights=float", "--cpu-activations", "float"]
+        flags += ["--set", "draft_weights=float", "--set", "cpu_activations=float"]
         done = ssd("bench", *pair, *flags)
         assert done.returncode == 0, done.stderr.decode()
         return all(drafted(file, mode) for mode in modes.split(",")[1:])

@@ -223,7 +223,16 @@ def test_a_call_that_hangs_ends_the_process() -> None:
 
 
 def run_verb(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    shapes = ("--context", 128, "--set", "branches=8", "--set", "chunk=16", "--set", "tokens=12")
+    shapes = (
+        "--set",
+        "context=128",
+        "--set",
+        "branches=8",
+        "--set",
+        "chunk=16",
+        "--set",
+        "tokens=12",
+    )
     command = [sys.executable, "-m", "launch.cli", "convert", *map(str, arguments + shapes)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
