@@ -6,6 +6,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from orchestrator.text.detokenizer import TextStream
+from protocol.decoding.tokens import overlap
 from protocol.messages import Logprobs, TokenLogprobs
 
 
@@ -63,7 +64,7 @@ class StoppableText:
             self._cut_entries(len(self._held) - at)
             text, self._held = self._held[:at], ""
             return Pushed(text, stopped=True)
-        keep = max((_overlap(self._held, string) for string in self._stop), default=0)
+        keep = max((overlap(self._held, string) for string in self._stop), default=0)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         return Pushed(text, stopped=False)
@@ -105,11 +106,3 @@ class StoppableText:
         """Return the text that is still held back at the end of the answer."""
         text, self._held = self._held + self._stream.end(), ""
         return text
-
-
-def _overlap(text: str, string: str) -> int:
-    """Return the length of the longest proper prefix of `string` that ends `text`."""
-    for length in range(min(len(text), len(string) - 1), 0, -1):
-        if string.startswith(text[-length:]):
-            return length
-    return 0

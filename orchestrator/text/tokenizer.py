@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
 from orchestrator.text.special_tokens import Marks, SpecialTokens
-from protocol.decoding.chat_template import OutOfBounds, compile_template
+from protocol.decoding.chat_template import OutOfBounds, compile_template, read_template
 from protocol.decoding.stop_tokens import read_json, read_stop_ids, token_text
 from protocol.errors import ModelError, UsageError
 from protocol.messages import ChatMessage, EncodePrompt, Tokens
@@ -38,7 +38,7 @@ class TargetTokenizer:
         except Exception as error:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
         self._config = read_json(folder / "tokenizer_config.json")
-        source = _template_source(folder, self._config)
+        source = read_template(folder, self._config)
         self._template = _compile(source, folder) if source else None
         self._knows_tools = "tools" in source
         self.stop_ids = read_stop_ids(folder)
@@ -179,17 +179,6 @@ def _mark_turn(turn: dict[str, Any], marks: Marks) -> dict[str, Any]:
 def _is_answer(turn: dict[str, Any], key: str) -> bool:
     """Return True if this field of a turn holds text that the model wrote."""
     return turn["role"] == "assistant" and key in ("content", "reasoning_content")
-
-
-def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """Return the chat template; empty if there is none."""
-    file = folder / "chat_template.jinja"
-    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
-    source = source or config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else ""
 
 
 def _compile(source: str, folder: Path) -> jinja2.Template:

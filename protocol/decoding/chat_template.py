@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sized
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -50,6 +51,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _measure(value: Any) -> int:
     """Return the number of bits of an integer."""
     return value.bit_length() if isinstance(value, int) else 1
+
+
+def read_template(folder: Path, config: dict[str, Any]) -> str:
+    """Return a model folder's chat template; `config` is its tokenizer's; empty without one."""
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    source = source or config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else ""
 
 
 def compile_template(source: str) -> jinja2.Template:

@@ -1,4 +1,4 @@
-"""Helpers for lists of tokens."""
+"""Common parts of token lists, and of texts."""
 
 from protocol.messages import Tokens
 
@@ -12,3 +12,9 @@ def common_prefix_length(first: Tokens, *others: Tokens) -> int:
             pairs = enumerate(zip(first, other, strict=False))
             length = next(index for index, (ours, theirs) in pairs if ours != theirs)
     return length
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

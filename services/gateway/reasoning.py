@@ -7,6 +7,7 @@ sections. gpt-oss has its own channels (`tools/harmony.py`).
 
 from typing import Literal, NamedTuple, Protocol
 
+from protocol.decoding.tokens import overlap
 from protocol.messages import Text
 from services.gateway.template import ModelText
 
@@ -150,9 +151,3 @@ class ThoughtLimit:
             self._reader.push(piece)
             self._left -= self._reader.is_thinking
         return self._reader.is_thinking and self._left <= 0
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

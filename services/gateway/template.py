@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 
-from protocol.decoding.chat_template import compile_template, limit_work
+from protocol.decoding.chat_template import compile_template, limit_work, read_template
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ModelText:
         self._tokenizer_file: Path | None = None
         if folder is not None:
             self.config = _read_json(folder / "tokenizer_config.json")
-            self.template = _read_template(folder, self.config)
+            self.template = read_template(folder, self.config)
             self._tokenizer_file = folder / "tokenizer.json"
 
     @property
@@ -208,17 +208,6 @@ def _write_turns(turns: Sequence[str], style: ProbeStyle) -> list[dict[str, Any]
 def _write_call(call_id: str) -> dict[str, Any]:
     function = {"name": "probe", "arguments": {"question": _PROBE}}
     return {"type": "function", "id": call_id, "function": function}
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    source: Any = config.get("chat_template")
-    if file.is_file():
-        source = file.read_text(encoding="utf-8")
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -95,14 +95,9 @@ class ThinkingFields(Fields, frozen=True, kw_only=True):
     budget_tokens: int | None = None
 
 
-TopLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=20)]
-"""-1 means none, as for mlx-lm."""
+class CompletionFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields of chat and text completions."""
 
-
-class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """The fields of a request."""
-
-    messages: Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
@@ -111,7 +106,14 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     """llama.cpp's name for it."""
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=20)] | None = None
+    """Number of alternatives if `logprobs` is true; -1 means none, as for mlx-lm."""
+
+
+class ChatRequest(CompletionFields, frozen=True, kw_only=True):
+    """The fields of a request."""
+
+    messages: Annotated[list[Part], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = None
@@ -128,55 +130,50 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """True to continue the last message, an assistant's, instead of answering it."""
 
 
-class ChatOptions(Fields, frozen=True, kw_only=True):
-    """Fields of a request that its reply needs."""
-
-    include_usage: bool = False
-    include_origins: bool = False
-    calls_functions: bool = False
-    """True if the request has `functions` instead of tools."""
-
-
 def parse_chat(
     body: bytes, defaults: Sampling, *, strict: bool = False
-) -> tuple[Task, ChatOptions]:
+) -> tuple[Task, ChatRequest]:
     """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, ChatRequest, strict=strict)
-    if request.stream_options and not request.stream:
-        unknown.append("stream_options")
     functions, must_call = _choose_tools(request, unknown)
     task = Task(
         prompts=[_read_prompt(request, unknown)],
-        model=request.model,
-        sampling=read_sampling(
-            request, defaults, logprobs=read_logprobs(request.logprobs, request.top_logprobs)
-        ),
-        max_tokens=read_max_tokens(
-            max_completion_tokens=request.max_completion_tokens,
-            max_tokens=request.max_tokens,
-            n_predict=request.n_predict,
-        ),
-        stop=list_stops(request.stop),
-        choices=request.n or 1,
         functions=functions,
         must_call=must_call,
         one_call=request.parallel_tool_calls is False or bool(request.functions),
         schema=_read_schema(request.response_format) or request.json_schema,
         thinking=_read_thinking(request),
         template_options=request.chat_template_kwargs or {},
-        stream=bool(request.stream),
-        unknown=unknown,
+        **read_completion_fields(request, defaults, unknown),
+    )
+    return task, request
+
+
+def read_completion_fields(
+    request: CompletionFields, defaults: Sampling, unknown: list[str]
+) -> dict[str, Any]:
+    """Return the fields of a `Task` that chat and text completions share."""
+    if request.stream_options and not request.stream:
+        unknown.append("stream_options")
+    return {
+        "model": request.model,
+        "sampling": read_sampling(
+            request, defaults, logprobs=_read_logprobs(request.logprobs, request.top_logprobs)
+        ),
+        "max_tokens": _read_max_tokens(
+            max_completion_tokens=request.max_completion_tokens,
+            max_tokens=request.max_tokens,
+            n_predict=request.n_predict,
+        ),
+        "stop": list_stops(request.stop),
+        "choices": request.n or 1,
+        "stream": bool(request.stream),
+        "unknown": unknown,
         **read_drafting(request),
-    )
-    options = request.stream_options or StreamOptions()
-    return task, ChatOptions(
-        include_usage=options.include_usage,
-        include_origins=options.include_origins,
-        calls_functions=bool(request.functions),
-    )
+    }
 
 
-def read_max_tokens(**fields: int | None) -> int | None:
+def _read_max_tokens(**fields: int | None) -> int | None:
     """The limit of the first of these fields that is given; -1 is no limit."""
     for name, limit in fields.items():
         if limit == 0:
@@ -326,7 +323,7 @@ def _read_thinking(request: ChatRequest) -> Thinking:
     )
 
 
-def read_logprobs(wanted: bool | int | None, best: int | None) -> int | None:  # noqa: FBT001
+def _read_logprobs(wanted: bool | int | None, best: int | None) -> int | None:  # noqa: FBT001
     """How many of the best tokens are reported; None: no log-probabilities at all."""
     if wanted is None or wanted is False:
         if (best or 0) > 0:

@@ -11,7 +11,7 @@ import msgspec
 from protocol.gateway import GatewaySettings
 from protocol.messages import Logprobs, ShownToken
 from services.gateway.dialects.base import Reading, Reply, encode_event
-from services.gateway.dialects.chat import parse_chat
+from services.gateway.dialects.chat import StreamOptions, parse_chat
 from services.gateway.dialects.openai import count_usage, report_speculation, report_timings
 from services.gateway.errors import ApiError, refuse_value
 from services.gateway.task import Choice
@@ -40,8 +40,7 @@ class CompletionsReply(Reply):
     prompts: int = 1
     answers: int = 1
     """Number of answers to all prompts together."""
-    include_usage: bool = False
-    include_origins: bool = False
+    options: StreamOptions = field(default_factory=StreamOptions)
 
     _kept: dict[int, list[ShownLogprobs]] = field(
         default_factory=lambda: defaultdict(list), init=False
@@ -79,11 +78,11 @@ class CompletionsReply(Reply):
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
         """Return the chunks of a piece; see `Reply`."""
-        shows = piece.parts or piece.logprobs or (self.include_origins and piece.origins)
+        shows = piece.parts or piece.logprobs or (self.options.include_origins and piece.origins)
         if not shows:
             return []
         body = self._chunk(choice.index, self._delta(choice, piece), None)
-        if self.include_origins:
+        if self.options.include_origins:
             body["ssd"] = {"origins": piece.origins}
         return [encode_event(body)]
 
@@ -94,7 +93,7 @@ class CompletionsReply(Reply):
 
     def end(self) -> list[bytes]:
         """Return the usage chunk and the end mark; see `Reply`."""
-        if not self.include_usage:
+        if not self.options.include_usage:
             return [DONE]
         counts = {**self._envelope(self.chunk_kind, []), "usage": self._usage()}
         return [encode_event(counts), DONE]
@@ -115,7 +114,7 @@ class CompletionsReply(Reply):
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, **delta, "finish_reason": reason}
         body = self._envelope(self.chunk_kind, [choice])
-        return {**body, "usage": None} if self.include_usage else body
+        return {**body, "usage": None} if self.options.include_usage else body
 
     def _figures(self, choice: Choice) -> dict[str, Any]:
         return {
@@ -221,15 +220,14 @@ class ChatReply(CompletionsReply):
 
 def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
     """Parse a request to this API; raises ApiError for what cannot be honoured."""
-    task, options = parse_chat(body, settings.sampling, strict=settings.strict)
+    task, request = parse_chat(body, settings.sampling, strict=settings.strict)
 
     def make_reply(model: str) -> Reply:
         return ChatReply(
             model,
             answers=task.choices,
-            include_usage=options.include_usage,
-            include_origins=options.include_origins,
-            calls_functions=options.calls_functions,
+            options=request.stream_options or StreamOptions(),
+            calls_functions=bool(request.functions),
         )
 
     return Reading(task, make_reply)

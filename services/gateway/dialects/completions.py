@@ -11,27 +11,14 @@ from protocol.gateway import GatewaySettings
 from protocol.messages import Logprobs, Sampling, ShownToken
 from services.gateway.body import decode_body
 from services.gateway.dialects.base import Reading, Reply, encode_event
-from services.gateway.dialects.chat import (
-    StreamOptions,
-    TopLogprobs,
-    read_logprobs,
-    read_max_tokens,
-)
+from services.gateway.dialects.chat import CompletionFields, StreamOptions, read_completion_fields
 from services.gateway.dialects.chat_reply import CompletionsReply, ShownLogprobs, finish_reason
-from services.gateway.dialects.openai import (
-    Fields,
-    SamplingFields,
-    Stop,
-    list_stops,
-    read_drafting,
-    read_sampling,
-)
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import MAX_ANSWERS, Choice, PromptInput, Task
 from services.gateway.transcript import Piece
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+class CompletionRequest(CompletionFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
     prompt: str | list[Any]
@@ -39,77 +26,25 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
-    stream_options: StreamOptions | None = None
-    stop: Stop | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
-    top_logprobs: TopLogprobs | None = None
-    """mlx-lm's number of alternatives when `logprobs` is true."""
-
-
-class CompletionOptions(Fields, frozen=True, kw_only=True):
-    """Fields of a request that its reply needs."""
-
-    prompts: int = 1
-    include_usage: bool = False
-    include_origins: bool = False
-    echoes: list[str] = msgspec.field(default_factory=list)
-    """Text before each choice's own."""
 
 
 def parse_completion(
     body: bytes, defaults: Sampling, *, strict: bool = False
-) -> tuple[Task, CompletionOptions]:
+) -> tuple[Task, CompletionRequest]:
     """Parse a body into a task; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, CompletionRequest, strict=strict)
-    if request.stream_options and not request.stream:
-        unknown.append("stream_options")
     if (request.best_of or 1) > (request.n or 1):
         raise refuse_value("best_of", "choices are not ranked here; ask for n of them")
     prompts = _read_prompts(request.prompt, request.suffix or "")
-    choices = request.n or 1
-    if len(prompts) * choices > MAX_ANSWERS:
+    if len(prompts) * (request.n or 1) > MAX_ANSWERS:
         raise invalid("prompt", f"more than {MAX_ANSWERS} answers to one request")
-    limit = read_max_tokens(
-        max_completion_tokens=request.max_completion_tokens,
-        max_tokens=request.max_tokens,
-        n_predict=request.n_predict,
-    )
-    task = Task(
-        prompts=prompts,
-        model=request.model,
-        sampling=read_sampling(
-            request, defaults, logprobs=read_logprobs(request.logprobs, request.top_logprobs)
-        ),
-        max_tokens=limit,
-        stop=list_stops(request.stop),
-        choices=choices,
-        schema=request.json_schema,
-        stream=bool(request.stream),
-        unknown=unknown,
-        **read_drafting(request),
-    )
-    return task, _read_options(request, prompts, choices)
-
-
-def _read_options(
-    request: CompletionRequest, prompts: list[PromptInput], choices: int
-) -> CompletionOptions:
     if request.echo and request.logprobs not in (None, False):
         raise refuse_value("echo", "log-probabilities of the prompt are not computed here")
     if request.echo and not all(prompt.text for prompt in prompts):
         raise refuse_value("echo", "only for prompts given as text")
-    echoed = prompts if request.echo else []
-    options = request.stream_options or StreamOptions()
-    return CompletionOptions(
-        prompts=len(prompts),
-        include_usage=options.include_usage,
-        include_origins=options.include_origins,
-        echoes=[prompt.text for prompt in echoed for _ in range(choices)],
-    )
+    common = read_completion_fields(request, defaults, unknown)
+    return Task(prompts=prompts, schema=request.json_schema, **common), request
 
 
 def _read_prompts(prompt: str | list[Any], suffix: str) -> list[PromptInput]:
@@ -139,6 +74,7 @@ class TextReply(CompletionsReply):
     """Reply to POST /v1/completions."""
 
     echoes: list[str] = field(default_factory=list)
+    """Text before each choice's own."""
     _lengths: Counter[int] = field(default_factory=Counter, init=False)
     """By choice, the number of characters before the next token."""
 
@@ -198,15 +134,15 @@ def _name(token: ShownToken, entry: Logprobs) -> str:
 
 def read_completion(body: bytes, settings: GatewaySettings) -> Reading:
     """Parse a request to this API; raises ApiError for what cannot be honoured."""
-    task, options = parse_completion(body, settings.sampling, strict=settings.strict)
+    task, request = parse_completion(body, settings.sampling, strict=settings.strict)
+    echoed = task.prompts if request.echo else ()
 
     def make_reply(model: str) -> Reply:
         return TextReply(
             model,
-            prompts=options.prompts,
-            include_usage=options.include_usage,
-            include_origins=options.include_origins,
-            echoes=options.echoes,
+            prompts=len(task.prompts),
+            options=request.stream_options or StreamOptions(),
+            echoes=[prompt.text for prompt in echoed for _ in range(task.choices)],
         )
 
     return Reading(task, make_reply)

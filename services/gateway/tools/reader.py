@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.reasoning import overlap
+from protocol.decoding.tokens import overlap
 from services.gateway.tools.calls import ParsedCall, ToolFunction
 from services.gateway.tools.formats import Parser, ToolFormat
 from services.gateway.tools.syntax import CallSyntax
