@@ -18,7 +18,7 @@ _COLOURS = (
     "#e377c2", "#7fb3a0", "#5c6b73", "#bcbd22",
 )  # fmt: skip
 _HIT, _MISS, _PLAIN = "#2a7f62", "#e0a030", "#9aa5b1"
-DRAFT = "#3f6fb5"
+_DRAFT = "#3f6fb5"
 _LOOKUP = "#b86fb0"
 _ROUNDS_SHOWN = 14
 
@@ -56,21 +56,24 @@ def colours(result: BenchFile) -> dict[str, str]:
 def speeds(result: BenchFile) -> str:
     """Plot speed relative to plain decoding by category and mode; a plot per temperature."""
     temperatures = dict.fromkeys(mode.partition("@")[2] for mode in result.summary)
-    return "".join(_speeds(result, temperature) for temperature in temperatures)
+    compared = any(s.speedup_vs_ar for s in result.summary.values())
+    return "".join(plot_speeds(result, t, relative=compared) for t in temperatures)
 
 
-def _speeds(result: BenchFile, temperature: str) -> str:
-    """Plot speeds with intervals; tok/s if there is no plain decoding to compare with."""
+def plot_speeds(
+    result: BenchFile, temperature: str = "", *, relative: bool, background: str = "none"
+) -> str:
+    """Plot speeds with intervals: in tok/s, or `relative` to plain decoding."""
     modes = [mode for mode in result.summary if mode.partition("@")[2] == temperature]
     groups = {**result.categories, "all": result.summary}
-    relative = any(s.speedup_vs_ar for s in result.summary.values())
     paint = colours(result)
 
     def draw(axes: Any) -> None:
         width = 0.85 / len(modes)
         for at, mode in enumerate(modes):
             for place, figures in enumerate(groups.values()):
-                _bar(axes, (place + at * width, width), figures.get(mode), paint[mode])
+                bar = (place + at * width, width)
+                _bar(axes, bar, figures.get(mode), paint[mode], relative=relative)
             axes.bar(0, 0, color=paint[mode], label=mode)
         axes.set_xticks([i + 0.425 - width / 2 for i in range(len(groups))], list(groups))
         axes.set_ylabel("times plain decoding" if relative else "tokens per second")
@@ -78,16 +81,23 @@ def _speeds(result: BenchFile, temperature: str) -> str:
             axes.axhline(1.0, color="#444", linewidth=0.8, linestyle="--")
         axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return draw_svg(9.5, 4.2, draw)
+    return draw_svg(9.5, 4.2, draw, background=background)
 
 
-def _bar(axes: Any, place: tuple[float, float], s: ModeSummary | None, colour: str) -> None:
+def _bar(
+    axes: Any,
+    place: tuple[float, float],
+    s: ModeSummary | None,
+    colour: str,
+    *,
+    relative: bool,
+) -> None:
     """Draw one mode's bar at (left, width): its speed-up if there is one, else its tok/s."""
     if s is None:
         return
     x, width = place
-    relative = s.speedup_vs_ar is not None
-    height = s.median if s.speedup_vs_ar is None else s.speedup_vs_ar
+    relative = relative and s.speedup_vs_ar is not None
+    height = s.speedup_vs_ar if relative and s.speedup_vs_ar is not None else s.median
     spread = s.ci95 if relative else s.iqr
     axes.bar(x, height, width * 0.92, color=colour)
     if spread is not None and spread.high > spread.low:
@@ -126,7 +136,7 @@ def costs(profile: Profile) -> str:
     def draw(axes: Any) -> None:
         pairs = (
             (axes[0], profile.verify_ms, "tokens verified at once (m)", "target, ms", _HIT),
-            (axes[1], profile.draft_ms, "branches drafted at once (B)", "drafter, ms", DRAFT),
+            (axes[1], profile.draft_ms, "branches drafted at once (B)", "drafter, ms", _DRAFT),
         )
         for panel, curve, across, up, colour in pairs:
             counts = [int(count) for count in curve]
@@ -137,10 +147,12 @@ def costs(profile: Profile) -> str:
     return draw_svg(9.5, 3.0, draw, panels=2)
 
 
-def timeline(run: BenchRun) -> str:
-    """Plot the events of each process in the first rounds of one answer."""
+def timeline(
+    run: BenchRun, first: int = 1, rounds: int = _ROUNDS_SHOWN, background: str = "none"
+) -> str:
+    """Plot the events of each process in some rounds of one answer, from the `first` on."""
     work = run.timeline
-    verified = [slice_ for slice_ in work if slice_.name == "verify"][1 : _ROUNDS_SHOWN + 1]
+    verified = [slice_ for slice_ in work if slice_.name == "verify"][first : first + rounds]
     if not verified:
         return ""
     start, end = verified[0].start_us, verified[-1].start_us + verified[-1].duration_us
@@ -149,13 +161,13 @@ def timeline(run: BenchRun) -> str:
     def draw(axes: Any) -> None:
         for slice_ in verified:
             left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
-            axes.barh(1, width, 0.6, left, color=origin_colour(slice_), edgecolor="w")
+            axes.barh(1, width, 0.6, left, color=_origin_colour(slice_), edgecolor="w")
             shown = f"{slice_.details['accepted']}/{int(slice_.details['m']) - 1}"
             middle = left + width / 2
             axes.text(middle, 1, shown, ha="center", va="center", fontsize=8, color="w")
         for slice_ in drafted:
             left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
-            axes.barh(0, width, 0.6, left, color=DRAFT, edgecolor="w")
+            axes.barh(0, width, 0.6, left, color=_DRAFT, edgecolor="w")
         axes.set_yticks([0, 1], ["drafter", "target"])
         axes.set_xlabel("milliseconds")
         keys = {
@@ -164,14 +176,14 @@ def timeline(run: BenchRun) -> str:
             "looked up": _LOOKUP,
             "without a draft": _PLAIN,
         }
-        for name, colour in {**keys, "one depth of the tree": DRAFT}.items():
+        for name, colour in {**keys, "one depth of the tree": _DRAFT}.items():
             axes.barh(1, 0, color=colour, label=name)
         axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return draw_svg(9.5, 2.4, draw)
+    return draw_svg(9.5, 2.4, draw, background=background)
 
 
-def origin_colour(verified: TraceEvent) -> str:
+def _origin_colour(verified: TraceEvent) -> str:
     """Return the colour of a verification by the origin of its chain."""
     colours = {"hit": _HIT, "miss": _MISS, "lookup": _LOOKUP}
     return colours.get(str(verified.details["chain"]), _PLAIN)
@@ -191,7 +203,7 @@ def predictions(result: BenchFile) -> str:
         return ""
 
     def draw(axes: Any) -> None:
-        for side, name, colour in ((0, "predicted", "#b8c4d6"), (1, "measured", DRAFT)):
+        for side, name, colour in ((0, "predicted", "#b8c4d6"), (1, "measured", _DRAFT)):
             heights = [pair[side] for pair in both.values()]
             places = [i + 0.36 * side for i in range(len(both))]
             axes.bar(places, heights, 0.34, color=colour, label=name)
