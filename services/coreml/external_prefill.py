@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv.slots import round_to_bucket
+from services.kv.cache import KVStore
+from services.kv.pool import round_to_bucket
 from services.kv.state import SequenceState
 
 _log = logging.getLogger(__name__)
@@ -197,6 +198,8 @@ def kv_dtype(module: Any, make_state: Callable[[], SequenceState]) -> mx.Dtype:
     state = make_state()
     state.append(1, whole=True)
     module(mx.zeros((1, 1), mx.int32), cache=state.caches)
+    if isinstance(state, KVStore):
+        state.gather()
     keys: mx.array | None = state.caches[0].keys
     if keys is None:
         raise ValueError("the target stores no keys")

@@ -17,7 +17,7 @@ from services.engine.batch import round_to_traced
 from services.kernels.cpu.decoder import kernel_of
 from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.kv.budget import KVSize
-from services.kv.slots import round_to_bucket
+from services.kv.pool import round_to_bucket
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
 

@@ -114,7 +114,7 @@ class Prelauncher:
             return
         moves = self._moved > _MOST_MOVED and not tree.is_chain
         fits = len(tree) <= max(self._pass_ms)
-        if moves or not fits or not isinstance(state, KVStore) or state.seat is not None:
+        if moves or not fits or not isinstance(state, KVStore) or state.memory is not None:
             return
         self._lengths.append(len(tree))
         after = self._traced.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)

@@ -279,4 +279,8 @@ class ModelRunner:
             suits = table.suits_prompts(stores)
         else:
             suits = len(stores) > 1 or table.is_shared_by(stores[0])
-        return table.run(self.model, row, stores) if suits else None
+        logits = table.run(self.model, row, stores) if suits else None
+        if logits is None:
+            for store in stores:
+                store.gather()
+        return logits

@@ -26,7 +26,7 @@ from services.kernels.cuda import kv_rows
 from services.kernels.cuda.attention import ROWS_STEP, round_rows
 from services.kernels.cuda.kv_rows import Attend, TracedLayer
 from services.kv.cache import KVStore
-from services.kv.slots import round_to_bucket
+from services.kv.pool import Pair, round_to_bucket
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
 from services.mlx.selftest import check
@@ -78,13 +78,15 @@ class Seat:
         self._table = table
         self.index = index
 
-    def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
+    arrays: Sequence[mx.array] = ()
+
+    def leave(self, length: int) -> list[Pair]:
         """Give the seat up; return [1, heads, slots, size] of at least the first `length` slots."""
         return self._table.copy_out(self.index, length)
 
-    def move(self, slots: mx.array, to: int) -> None:
+    def move(self, slots: Sequence[int], to: int) -> None:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
-        self._table.move(self.index, slots, to)
+        self._table.move(self.index, mx.array(list(slots), dtype=mx.int32), to)
 
     @property
     def milestones(self) -> list[mx.array]:
@@ -209,10 +211,13 @@ class SlotTable:
 
     def _pack(self, row: mx.array, stores: Sequence[KVStore], more: int) -> Batch | None:
         ends = [store.span.end for store in stores]
+        for store in stores:
+            if not isinstance(store.memory, Seat):
+                store.gather()
         if not self._make_room(stores, max(ends)):
             return None
         for store in stores:
-            if store.seat is None:
+            if store.memory is None:
                 self._take_in(store)
         return self._plan(mx.pad(row, [(0, 0), (0, more)]) if more else row, stores, max(ends))
 
@@ -229,26 +234,26 @@ class SlotTable:
 
     def is_shared_by(self, store: KVStore) -> bool:
         """Return True if this and another sequence have seats: they are about to share passes."""
-        return store.seat is not None and sum(map(self._sits, range(len(self._taken)))) > 1
+        return isinstance(store.memory, Seat) and self._count_taken() > 1
 
     def drop_if_empty(self) -> None:
         """Free an empty table's memory, if it is large."""
-        if self._bytes(len(self._taken), self._slots) > _KEPT_BYTES:
-            self._drop_if_empty()
-
-    def _drop_if_empty(self) -> None:
-        if self._layers and not any(map(self._sits, range(len(self._taken)))):
+        is_large = self._bytes(len(self._taken), self._slots) > _KEPT_BYTES
+        if is_large and not self._count_taken():
             self._layers, self._taken, self._slots = [], [], 0
 
     def _bytes(self, seats: int, slots: int) -> int:
         """Return the bytes of a table with that many seats and slots."""
         return seats * slots * sum(_bytes_of(*kinds) for kinds in self._kinds)
 
+    def _count_taken(self) -> int:
+        return sum(map(self._sits, range(len(self._taken))))
+
     def _sits(self, index: int) -> bool:
         """Return True if this seat is taken by a sequence that still exists."""
         taken = self._taken[index]
         store = taken() if taken is not None else None
-        return store is not None and store.seat is not None
+        return store is not None and store.memory is not None
 
     def _make_room(self, stores: Sequence[KVStore], longest: int) -> bool:
         """Give every sequence a seat of `longest` slots.
@@ -259,8 +264,8 @@ class SlotTable:
             return False
         if not self._layers and not self._begin(round_to_bucket(longest + _SPARE_SLOTS)):
             return False
-        free = sum(not self._sits(index) for index in range(len(self._taken)))
-        coming = sum(store.seat is None for store in stores)
+        free = len(self._taken) - self._count_taken()
+        coming = sum(store.memory is None for store in stores)
         seats, slots = len(self._taken), self._slots
         while free + seats - len(self._taken) < coming:
             seats *= 2
@@ -277,7 +282,7 @@ class SlotTable:
         """Return True if the layers' kinds are known, perhaps from one of these sequences."""
         known = next((store for store in stores if store.arrays), None)
         if not self._kinds and known is not None:
-            self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
+            self._kinds = [(_kind_of(keys), _kind_of(values)) for keys, values in known.buffers]
         return bool(self._kinds)
 
     def _begin(self, slots: int) -> bool:
@@ -318,13 +323,11 @@ class SlotTable:
     def _take_in(self, store: KVStore) -> None:
         index = next(i for i in range(len(self._taken)) if not self._sits(i))
         base, count = self._base(index), store.span.start
-        for layer, cache in zip(self._layers, store.caches, strict=True):
-            keys, values = cache.keys, cache.values
-            if count and keys is not None and values is not None:
+        for layer, (keys, values) in zip(self._layers, store.vacate(), strict=count > 0):
+            if count:
                 layer.keys[..., base : base + count, :] = keys[..., :count, :]
                 layer.values[..., base : base + count, :] = values[..., :count, :]
-            cache.keys = cache.values = None
-        store.seat = Seat(self, index)
+        store.memory = Seat(self, index)
         self._taken[index] = weakref.ref(store)
 
     def _plan(self, tokens: mx.array, stores: Sequence[KVStore], longest: int) -> Batch:
@@ -350,12 +353,12 @@ class SlotTable:
             mx.array(np.concatenate([np.repeat(bases, counts), filler]), dtype=mx.int32),
         )
 
-    def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
+    def copy_out(self, index: int, length: int) -> list[Pair]:
         """Return a seat's keys and values, and free the seat."""
         self._finish_pass()
         base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
-        copies: list[tuple[mx.array, mx.array]] = [
+        copies: list[Pair] = [
             (mx.contiguous(one.keys[..., rows, :]), mx.contiguous(one.values[..., rows, :]))
             for one in self._layers
         ]
@@ -381,9 +384,7 @@ class SlotTable:
                 buffer[..., base + to : end, :] = mx.take(buffer, base + slots, axis=2)
 
 
-def _kind_of(rows: mx.array | None) -> _Kind:
-    if rows is None:
-        raise ValueError("a layer without keys and values cannot be part of a table")
+def _kind_of(rows: mx.array) -> _Kind:
     return _Kind(rows.shape[1], rows.shape[3], rows.dtype)
 
 
@@ -392,7 +393,7 @@ def _bytes_of(*kinds: _Kind) -> int:
     return sum(kind.heads * kind.size * kind.dtype.size for kind in kinds)
 
 
-def _seat_of(store: KVStore) -> Any:
-    if store.seat is None:
-        raise ValueError("a sequence without a seat cannot be part of a pass over the table")
-    return store.seat
+def _seat_of(store: KVStore) -> Seat:
+    if not isinstance(store.memory, Seat):
+        raise TypeError("a sequence without a seat cannot be part of a pass over the table")
+    return store.memory

@@ -19,8 +19,7 @@ from services.engine.trace import FeatureReader, Replayed, Trace, prefill
 from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.kv_rows import writes_in_place
-from services.kv.cache import KVStore
-from services.kv.slots import SlotCache
+from services.kv.cache import KVStore, SlotCache
 from services.mlx.launching import launch_first
 
 MOST_ROWS = 9

@@ -18,10 +18,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from protocol.decoding.token_tree import TokenTree
 from services.engine.batch import Span
-from services.kv.cache import KVStore
+from services.kv.cache import KVStore, SlotCache
 from services.kv.recording import Recording, record_pass
 from services.kv.replay import ReplayPlan, size_pass
-from services.kv.slots import SlotCache
 from services.kv.state import PassSize
 
 _PASSES = 8

@@ -7,8 +7,9 @@ the slots; branching never copies KV.
 Sliding-window layers keep all slots here; targets keep only the window (`kv.window`).
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,20 +17,97 @@ import numpy as np
 from protocol.decoding.token_tree import TokenTree
 from services.engine.batch import Span, tree_span
 from services.kernels.cuda import kv_rows
-from services.kv.resident import ResidentSlots
-from services.kv.slots import BUCKET, SlotCache, grow, round_to_bucket, store_rows
+from services.kv.pool import (
+    BUCKET,
+    Pair,
+    ResidentSlots,
+    SlotMemory,
+    copy_slots,
+    grow,
+    round_to_bucket,
+    store_rows,
+)
 from services.kv.state import PassSize
 from services.mlx.launching import launch
 
-if TYPE_CHECKING:
-    from services.engine.slot_table import Seat
+
+class SlotCache:
+    """One layer's keys and values, in the form of an mlx-lm KV cache.
+
+    mlx-lm asks it for the mask (`make_mask`), for the RoPE offset (`offset`) and to store keys and
+    values (`update_and_fetch`); all three follow from the `Span` of its store.
+    """
+
+    def __init__(self, store: "KVStore", window: int | None) -> None:
+        # The store owns its caches; a cycle would keep a closed sequence's KV alive until the next
+        # garbage collection.
+        self._store: KVStore = weakref.proxy(store)
+        self.window = window
+        self.keys: mx.array | None = None
+        """[1, heads, slots, size], like the values; None while the store has other memory."""
+        self.values: mx.array | None = None
+
+    @property
+    def plain_stores(self) -> list["KVStore"] | None:
+        """`stores` if the layers of all of them are plain slots, else None."""
+        return [self._store] if self._store.is_plain else None
+
+    @property
+    def stores(self) -> list["KVStore"]:
+        """The one sequence this layer belongs to (see `PackedCache.stores`)."""
+        return [self._store]
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position, or array of positions, that mlx-lm passes to RoPE."""
+        return self._store.span.offset
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return the attention mask of the current pass over `n` rows."""
+        if n != self._store.span.count:
+            raise ValueError(
+                f"the model asks for a mask of {n} tokens, the pass has {self._store.span.count}"
+            )
+        return self._store.mask(window_size or self.window, as_array=return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store [1, heads, rows, size] in the pass's slots; return all slots up to there."""
+        self._store.gather()
+        span = self._store.span
+        self.keys, self.values = stored = (
+            store_rows(self.keys, keys, span.start),
+            store_rows(self.values, values, span.start),
+        )
+        key_length = self._store.key_length(span.end)
+        return stored[0][..., :key_length, :], stored[1][..., :key_length, :]
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """Return the buffers up to the pass's end, for layers that share another's KV."""
+        if self.keys is None or self.values is None:
+            return None, None
+        limit = self._store.key_length(self._store.span.end)
+        return self.keys[..., :limit, :], self.values[..., :limit, :]
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for evaluation."""
+        return [array for array in (self.keys, self.values) if array is not None]
 
 
 class KVStore:
     """The caches of all layers of one sequence, and the span they share.
 
-    `length` is the number of trunk tokens; slots from there on are scratch.
+    `length` is the number of trunk tokens; slots from there on are scratch. Slots can be rewound to
+    any length and forked anywhere, and a token can attend to any of them.
     """
+
+    owed = 0
+    most_owed = 0
+    needs_checkpoints = False
+    takes_trees = True
+    pass_size = PassSize()
 
     def __init__(self, windows: Sequence[int | None], *, bucketed: bool) -> None:
         self.length = 0
@@ -42,10 +120,8 @@ class KVStore:
         """Per layer, an array that is computed once the pass has written its rows in place."""
         self._is_shared = False
         """True if other stores may hold its buffers."""
-        self.seat: Seat | None = None
-        """Its place in a slot table while it shares passes on a GPU."""
-        self.resident: ResidentSlots | None = None
-        """Set while CPU kernels may write its slots in place."""
+        self.memory: SlotMemory | None = None
+        """Where kernels write its slots in place, if they do."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
         self.is_plain = slots and not bucketed
         """True if every layer keeps all slots up to the pass's end."""
@@ -54,24 +130,35 @@ class KVStore:
 
     def reside(self, heads: int, size: int, dtype: mx.Dtype) -> ResidentSlots:
         """Move to buffers of KV heads of this size and type that CPU kernels write in place."""
-        self.leave_table()
-        if self.resident is None or self.resident.slots < self.span.end:
-            shape = (1, heads, round_to_bucket(self.span.end), size)
-            self.resident = ResidentSlots(self.caches, shape, dtype)
-        return self.resident
+        present = self.memory
+        if isinstance(present, ResidentSlots) and present.slots >= self.span.end:
+            return present
+        self.gather()
+        shape = (1, heads, round_to_bucket(self.span.end), size)
+        for cache in self.caches:
+            cache.keys, cache.values = (
+                copy_slots(buffer, shape, dtype) for buffer in (cache.keys, cache.values)
+            )
+        self.memory = memory = ResidentSlots(self.vacate())
+        self._is_shared = False
+        return memory
 
-    def hand_out(self) -> None:
-        """Return the buffers to MLX before a caller takes, and perhaps keeps, a reference."""
-        self.resident = None
-        self.leave_table()
+    def gather(self) -> None:
+        """Return the slots to arrays of MLX, which anyone may hold."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            self._put(memory.leave(max(self.length, self.span.end)))
 
-    def leave_table(self) -> None:
-        """Move the slots out of the shared table into own buffers."""
-        seat, self.seat = self.seat, None
-        if seat is not None:
-            length = max(self.length, self.span.end)
-            for cache, (keys, values) in zip(self.caches, seat.leave(length), strict=True):
-                cache.keys, cache.values = keys, values
+    def vacate(self) -> list[Pair]:
+        """Give the buffers of all layers to other memory."""
+        buffers = self.buffers
+        for cache in self.caches:
+            cache.keys = cache.values = None
+        return buffers
+
+    def _put(self, buffers: Sequence[Pair]) -> None:
+        for cache, (keys, values) in zip(self.caches, buffers, strict=True):
+            cache.keys, cache.values = keys, values
 
     def place(self, span: Span) -> None:
         """Prepare a forward pass over these rows; the trunk stays as long as it is."""
@@ -86,11 +173,6 @@ class KVStore:
         self.place(Span(self.length, np.arange(end)))
         self.length = end
 
-    @property
-    def takes_trees(self) -> bool:
-        """True: any token can attend to any slots."""
-        return True
-
     def append_tree(self, tree: TokenTree) -> None:
         """Begin a pass over the tokens of a tree or chain."""
         if tree.is_chain:
@@ -103,21 +185,6 @@ class KVStore:
         """End a pass over a tree with the accepted rows."""
         start = self.length = self.span.start
         self.move([start + row for row in rows])
-
-    @property
-    def owed(self) -> int:
-        """Always 0: slots can be rewound to any length."""
-        return 0
-
-    @property
-    def most_owed(self) -> int:
-        """Always 0, as nothing is ever owed."""
-        return 0
-
-    @property
-    def needs_checkpoints(self) -> bool:
-        """False: forks can start anywhere."""
-        return False
 
     def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
         """Begin a pass over the owed tokens and `count` new ones."""
@@ -154,33 +221,30 @@ class KVStore:
         new.share(self, length)
         return new
 
-    def _empty(self, fork_length: int) -> "KVStore":
+    def _empty(self, fork_length: int) -> "KVStore":  # noqa: ARG002
         """Return a store for a fork of `fork_length` tokens."""
-        del fork_length
         return KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
 
     def share(self, other: "KVStore", length: int) -> None:
         """Start with the first `length` tokens of another store of the same layers."""
         if not 0 <= length <= other.length:
             raise ValueError(f"cannot fork {length} of {other.length} tokens")
+        other.gather()
         slots = round_to_bucket(length)
-        for theirs, cache in zip(other.caches, self.caches, strict=True):
-            if slots and theirs.keys is not None and theirs.values is not None:
-                cache.keys = theirs.keys[..., :slots, :]
-                cache.values = theirs.values[..., :slots, :]
-        self.length = length
         if slots:
+            for cache, theirs in zip(self.caches, other.caches, strict=True):
+                if theirs.keys is not None and theirs.values is not None:
+                    cache.keys = theirs.keys[..., :slots, :]
+                    cache.values = theirs.values[..., :slots, :]
             self._is_shared = other._is_shared = True
+        self.length = length
 
     def own(self) -> None:
         """Make its buffers exclusive, so that they can be written in place."""
         if self._is_shared:
-            for cache in self.caches:
-                cache.keys, cache.values = (
-                    # With two inputs MLX always allocates a new array.
-                    buffer if buffer is None else mx.contiguous(mx.maximum(buffer, buffer))
-                    for buffer in (cache.keys, cache.values)
-                )
+            # With two inputs MLX always allocates a new array.
+            copies = [mx.contiguous(mx.maximum(array, array)) for array in self.arrays]
+            self._put(list(zip(copies[::2], copies[1::2], strict=True)))
         self._is_shared = False
 
     def widen(self, slots: int) -> None:
@@ -190,25 +254,25 @@ class KVStore:
 
     def dump(self, length: int) -> dict[str, mx.array]:
         """Return "layer.keys" and "layer.values", [1, heads, length, size], of the first tokens."""
-        arrays = {}
-        for layer, cache in enumerate(self.caches):
-            if cache.keys is None or cache.values is None:
-                raise ValueError(f"an empty cache has no {length} tokens")
-            arrays[f"{layer}.keys"] = mx.contiguous(cache.keys[..., :length, :])
-            arrays[f"{layer}.values"] = mx.contiguous(cache.values[..., :length, :])
-        return arrays
+        self.gather()
+        if len(self.buffers) < len(self.caches):
+            raise ValueError(f"an empty cache has no {length} tokens")
+        return {
+            f"{layer}.{name}": mx.contiguous(array[..., :length, :])
+            for layer, pair in enumerate(self.buffers)
+            for name, array in zip(("keys", "values"), pair, strict=True)
+        }
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
         """Start with the arrays that `dump` returned."""
         lengths = {array.shape[2] for array in arrays.values()}
         if len(arrays) != 2 * len(self.caches) or len(lengths) > 1 or self.length:
             raise ValueError(f"{len(arrays)} arrays of {lengths} tokens do not fit here")
-        for layer, cache in enumerate(self.caches):
-            cache.keys = store_rows(None, arrays[f"{layer}.keys"], 0)
-            cache.values = store_rows(None, arrays[f"{layer}.values"], 0)
+        stored = {name: store_rows(None, array, 0) for name, array in arrays.items()}
+        self._put([(stored[f"{n}.keys"], stored[f"{n}.values"]) for n in range(len(self.caches))])
         self.length = max(lengths, default=0)
 
-    def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
+    def take(self, buffers: Sequence[Pair], length: int) -> None:
         """Start with buffers of keys and values, [1, heads, slots, size] per layer.
 
         They are not copied, so the caller must give up its references. Their first `length` slots
@@ -216,17 +280,17 @@ class KVStore:
         """
         if len(buffers) != len(self.caches) or self.length:
             raise ValueError(f"{len(buffers)} layers for {len(self.caches)} with {self.length}")
-        for cache, (keys, values) in zip(self.caches, buffers, strict=True):
-            cache.keys, cache.values = keys, values
+        self._put(buffers)
         self.length = length
 
-    def write(self, start: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
+    def write(self, start: int, rows: Sequence[Pair]) -> None:
         """Replace the trunk's rows from slot `start` on by these: [1, heads, tokens, size] each.
 
         The slots after them are left unchanged.
         """
         if start > self.length:
             raise ValueError(f"cannot write at slot {start}: the sequence has {self.length} tokens")
+        self.gather()
         for cache, (keys, values) in zip(self.caches, rows, strict=True):
             cache.keys = store_rows(cache.keys, keys, start)
             cache.values = store_rows(cache.values, values, start)
@@ -242,11 +306,6 @@ class KVStore:
         """Bytes that another token adds once buffers have grown."""
         return sum(array.nbytes // array.shape[2] for array in self.arrays)
 
-    @property
-    def pass_size(self) -> PassSize:
-        """Nothing in addition to the slots."""
-        return PassSize()
-
     def trim(self, length: int) -> None:
         """Drop all tokens from `length` on."""
         if not 0 <= length <= self.length:
@@ -261,26 +320,25 @@ class KVStore:
         stay = next((i for i, (to, slot) in enumerate(pairs) if slot != to), len(slots))
         self.length += stay
         if stay < len(slots):
-            if self.resident is not None:
-                self.resident.move(slots[stay:], self.length)
+            if self.memory is not None:
+                self.memory.move(slots[stay:], self.length)
             else:
                 self._move_behind(mx.array(list(slots[stay:]), dtype=mx.int32))
             self.length += len(slots) - stay
 
     def _move_behind(self, slots: mx.array) -> None:
         """Copy the rows in these slots to those after the trunk."""
-        if self.seat is not None:
-            self.seat.move(slots, self.length)
-        elif self.written is not None and not self._is_shared:  # written in place
-            launch(
-                [kv_rows.move(keys, values, slots, self.length) for keys, values in self._buffers]
-            )
-        else:
-            for cache in self.caches:
-                cache.move(slots, self.length)
+        if len(self.buffers) < len(self.caches):
+            raise ValueError("an empty cache has no slots to move")
+        if self.written is not None and not self._is_shared:  # written in place
+            launch([kv_rows.move(*pair, slots, self.length) for pair in self.buffers])
+            return
+        for buffer in self.arrays:
+            buffer[..., self.length : self.length + slots.size, :] = mx.take(buffer, slots, axis=2)
 
     @property
-    def _buffers(self) -> list[tuple[mx.array, mx.array]]:
+    def buffers(self) -> list[Pair]:
+        """Keys and values of each layer, in arrays of MLX."""
         pairs = [(cache.keys, cache.values) for cache in self.caches]
         return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
@@ -291,14 +349,14 @@ class KVStore:
         recur. A single token that attends to all slots needs none: MLX has kernels for any length,
         but only without a mask. Elsewhere the exact length is cheaper.
         """
-        exact = not self._bucketed or self._sees_all(self._narrowest)
-        return end if exact else round_to_bucket(end)
+        return (
+            end if not self._bucketed or self._sees_all(self._narrowest) else round_to_bucket(end)
+        )
 
     def _sees_all(self, window: int | None) -> bool:
         """Return True if the pass is one token that attends to all before it under this window."""
         span = self.span
-        windowed = window is not None and span.end > window
-        return span.visible is None and span.count == 1 and not windowed
+        return span.visible is None and span.count == 1 and (window is None or span.end <= window)
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         """Return the mask of the current pass: None, "causal", or bool [rows, reach]."""
@@ -321,21 +379,21 @@ class KVStore:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All buffers."""
+        """All buffers, but those in a table."""
+        if self.memory is not None:
+            return list(self.memory.arrays)
         return [array for cache in self.caches for array in cache.state]
 
     @property
     def milestones(self) -> list[mx.array]:
         """One array per layer that is computed once the pass has stored its rows."""
-        if self.seat is not None:
-            return self.seat.milestones
-        if self.written is not None:
-            return self.written
-        return [cache.keys for cache in self.caches if cache.keys is not None]
+        if self.memory is not None:
+            return self.memory.milestones
+        return self.written or [cache.keys for cache in self.caches if cache.keys is not None]
 
     def evaluate(self) -> None:
         """Evaluate what has been stored (after a prefill chunk whose logits are unused)."""
-        if self.seat is not None:
-            self.seat.evaluate()
+        if self.memory is not None:
+            self.memory.evaluate()
         else:
             mx.eval([*self.arrays, *(self.written or [])])

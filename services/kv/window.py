@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.batch import Span
-from services.kv.slots import round_to_bucket
+from services.kv.pool import round_to_bucket
 
 _SLACK = 64
 """Rows after the window before the buffer is compacted."""

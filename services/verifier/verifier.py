@@ -180,7 +180,7 @@ class Verifier:
         if sequence.state.length > len(sequence.tokens):
             sequence.state.commit(len(sequence.tokens))  # it was in the middle of a pass
         if self._prompts.is_enabled and isinstance(sequence.state, KVStore):
-            sequence.state.leave_table()
+            sequence.state.gather()
         self._prompts.keep(CachedPrefix(sequence.tokens, sequence.state))
         self.features.keep(sequence)
 

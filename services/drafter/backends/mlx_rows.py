@@ -19,8 +19,7 @@ from services.engine.trace import Trace, prefill
 from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.sampling.guess import WIDTHS
 from services.kernels.cuda.sampling.rules import write_rules
-from services.kv.cache import KVStore
-from services.kv.slots import SlotCache
+from services.kv.cache import KVStore, SlotCache
 from services.mlx import selftest
 from services.mlx.launching import launch
 from services.runtime.preparation import Steps

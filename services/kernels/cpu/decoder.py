@@ -1,6 +1,6 @@
 """Whole passes of a decoder on a CPU in one call (`c/pass.h`).
 
-Tokens go in, logits come out, and keys and values are written where they are (`kv.resident`), with
+Tokens go in, logits come out, and keys and values are written where they are (`kv.pool`), with
 neither MLX's graph nor Python between the layers. Passes over one token or many, of one sequence or
 several, chains and trees are the same to it: a row has the same bits in all of them.
 """
@@ -39,7 +39,7 @@ from services.mlx.patches import Patch, Unfit, install
 if TYPE_CHECKING:
     from services.engine.batch import Span
     from services.kv.cache import KVStore
-    from services.kv.resident import ResidentSlots
+    from services.kv.pool import ResidentSlots
 
 _PIECE = 128
 """Rows of a prompt's passes: their bytes stay in the cache while a strip passes."""

@@ -17,9 +17,9 @@ from services.engine import pass_memory
 from services.engine.pass_memory import PassMemory
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
+from services.kv.pool import round_to_bucket
 from services.kv.prefix_cache import PrefixCache
 from services.kv.replay import size_pass
-from services.kv.slots import round_to_bucket
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, load
 from services.verifier import target_model

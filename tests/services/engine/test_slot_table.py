@@ -101,7 +101,7 @@ def test_each_gets_what_it_gets_alone(family: str) -> None:
     lines = [Line(module, [3, 1, 4]), Line(module, list(range(20, 37))), Line(module, [])]
     for keep in (1, 2, 1):
         shared_pass(queue, lines, [[5, 6, 7], [8], [9, 10]], keep)
-    assert all(line.state.seat is not None for line in lines)
+    assert all(line.state.memory is not None for line in lines)
 
 
 def test_sequences_come_and_go() -> None:
@@ -110,19 +110,19 @@ def test_sequences_come_and_go() -> None:
     queue = table_of(module)
     lines = [Line(module, [3, 1, 4, index]) for index in range(3)]
     shared_pass(queue, lines, [[5]] * 3, 1)
-    first = lines[0].state.seat
+    first = lines[0].state.memory
     gone = lines.pop()
-    used = gone.state.seat
+    used = gone.state.memory
     assert used is not None
     index = used.index
-    gone.state.leave_table()
+    gone.state.gather()
     lines += [Line(module, [9, 9]), Line(module, [7, 7, 7])]
     shared_pass(queue, lines, [[6]] * 4, 1)
-    assert lines[0].state.seat is first
-    assert index in {line.state.seat.index for line in lines if line.state.seat is not None}
+    assert lines[0].state.memory is first
+    assert index in {line.state.memory.index for line in lines if line.state.memory is not None}
     # What has left goes on by itself.
     shared_pass(queue, [gone], [[6, 7]], 2)
-    assert gone.state.seat is None
+    assert gone.state.memory is None
 
 
 def test_a_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_rows_that_stand_are_moved_at_the_table(
         table._written = [mx.array(0)] if in_place else []
         for store in (line.state, line.alone):
             store.commit_rows([0, 2])
-        assert line.state.seat is not None
+        assert line.state.memory is not None
     assert moved.call_count == (2 * len(table._layers) if in_place else 0)
     shared_pass(queue, lines, [[6], [9]], 1)
 
@@ -188,7 +188,7 @@ def test_who_leaves_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatc
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
     shared_pass(queue, lines, [[5], [6]], 1)
     table._written = written = [mx.array(0), mx.array(1)]
-    lines[0].state.leave_table()
+    lines[0].state.gather()
     assert launched == [written[-1]]
     assert table.milestones is written
 
@@ -214,12 +214,12 @@ def test_nobody_holds_a_seat_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_pass(queue, lines, [[5], [6]], 1)
     lines[0].request = lines[1].request = None
     shared_pass(queue, lines[1:], [[8]], 1)  # by itself, for the moment
-    assert lines[1].state.seat is not None
+    assert lines[1].state.memory is not None
     lines[1].request = None
     dropped = weakref.ref(lines.pop().state)
     assert dropped() is None
     shared_pass(queue, lines, [[7]], 1)  # alone: it takes its slots back
-    assert lines[0].state.seat is None
+    assert lines[0].state.memory is None
     assert table._layers != []
     monkeypatch.setattr(slot_table, "_KEPT_BYTES", 0)
     shared_pass(queue, lines, [[7]], 1)
@@ -247,7 +247,7 @@ def test_a_table_for_which_there_is_no_memory_does_not_begin(
     monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
     shared_pass(queue, lines, [[5], [6]], 1)
-    assert [line.state.seat for line in lines] == [None, None]
+    assert [line.state.memory for line in lines] == [None, None]
 
 
 def test_a_table_for_which_there_is_no_memory_does_not_grow(
@@ -261,7 +261,7 @@ def test_a_table_for_which_there_is_no_memory_does_not_grow(
     monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
     lines.append(Line(module, [index % 250 for index in range(900)]))
     shared_pass(queue, lines, [[7, 8]] * 3, 1)
-    assert all(line.state.seat is None for line in lines)
+    assert all(line.state.memory is None for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,11 @@ def test_prompts_are_computed_at_the_table(monkeypatch: pytest.MonkeyPatch) -> N
     fill.runner.table, fill.runner.fills = table, True
     lines = [Line(module, []) for _ in range(3)]
     shared_pass(fill, lines[:1], [list(range(30))], 30)
-    seats = [line.state.seat for line in lines]
+    seats = [line.state.memory for line in lines]
     assert seats[0] is not None
     shared_pass(fill, lines, [[1, 2], list(range(70)), [3, 4, 5]], 2)
     shared_pass(decode, lines, [[8], [9], [7]], 1)
-    assert lines[0].state.seat is seats[0]
+    assert lines[0].state.memory is seats[0]
     evaluated: list[mx.array] = []
     monkeypatch.setattr(mx, "eval", evaluated.extend)
     lines[0].state.evaluate()
@@ -317,7 +317,7 @@ def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(slot_table, "_MOST_PROMPT_BYTES", 4096)
     lines = [Line(module, []), Line(module, [])]
     shared_pass(queue, lines, [list(range(50)), [1]], 2)
-    assert [line.state.seat for line in lines] == [None, None]
+    assert [line.state.memory for line in lines] == [None, None]
 
 
 once = pytest.mark.parametrize("_passes", [False], indirect=True, ids=["found"])

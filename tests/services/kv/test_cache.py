@@ -14,8 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
 from services.engine.batch import Span
-from services.kv.cache import KVStore
-from services.kv.slots import SlotCache
+from services.kv.cache import KVStore, SlotCache
 from services.mlx.loader import windows_of
 from tests.support.reference import reference
 from tests.support.tiny_models import FAMILIES, RECURRENT, SLOTTED, WINDOW
