@@ -20,7 +20,7 @@ from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
 from services.kernels.cuda.blocks import equip_for_cuda
 from services.kernels.metal import attention
-from services.kernels.metal.choice import report, stop_using, try_attention, use_kernels
+from services.kernels.metal.choice import use_kernels
 from services.kernels.metal.probe import AttentionKind
 from services.kernels.metal.product import MOST_ROWS
 from services.kv.state import SequenceState
@@ -48,11 +48,11 @@ def measure(settings: KernelReportSettings) -> KernelReport:
     except Exception as error:
         raise ModelError(f"cannot load the model {settings.model!r}: {error}") from error
     module, config = loaded
-    run_all(use_kernels(module, settings.kernels))
+    used = run_all(use_kernels(module, settings.kernels))
     shape = _attention_shape(module, config)
     if shape is not None:
-        try_attention(shape)
-    return report()
+        used.try_attention(shape)
+    return used.report()
 
 
 def _measure_on_cuda(settings: KernelReportSettings) -> KernelReport:
@@ -80,15 +80,15 @@ def _measure_passes(settings: KernelReportSettings) -> KernelReport:
     """Return the probes' results, then times of whole passes by MLX and by all correct kernels."""
     module = load(Path(settings.model)).module
     states = prepare(module).states
-    run_all(use_kernels(module, settings.kernels))
+    used = run_all(use_kernels(module, settings.kernels))
     # Attention is probed on first use.
     state = states.make()
     state.append(3)
     mx.eval(module(mx.array([[1, 2, 3]]), cache=state.caches))
-    probes = report()
+    probes = used.report()
     if states.way not in ("slots", "windows"):
         return probes
-    stop_using(module)
+    run_all(use_kernels(module, "off"))
     alone = _time_passes(module, states.make())
     run_all(use_kernels(module, "on"))
     ours = _time_passes(module, states.make())

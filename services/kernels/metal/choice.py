@@ -1,13 +1,15 @@
-"""The Metal kernels that a process uses: test results, and layers that call them.
+"""The Metal kernels that a model uses: test results, and layers that call them.
 
 Off until `use_kernels` is called, and always where there is no Metal. Attention is tested when a
 model first needs it, since its shape is unknown before.
 """
 
+import functools
 import logging
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -33,16 +35,30 @@ _LAYERS = 4
 
 
 @dataclass
-class _InUse:
-    """Results of the self-tests of this process."""
+class KernelsInUse:
+    """Results of the self-tests of a model's kernels."""
 
-    mode: MetalKernels = "off"
+    always: bool = False
+    """True to use whatever is correct, faster or not."""
     note: str = ""
-    products: tuple[KernelProbe, ...] = ()
-    attention: dict[AttentionKind, KernelProbe] | None = None
+    products: list[KernelProbe] = field(default_factory=list)
+    attention: dict[AttentionKind, KernelProbe] = field(default_factory=dict)
+
+    def try_attention(self, shape: AttentionKind) -> int:
+        """Return the fewest queries for which our kernel attends in this shape; 0 means never."""
+        if shape.size not in attention.SIZES or shape.dtype not in attention.TYPES:
+            return 0
+        if shape not in self.attention:
+            self.attention[shape] = probe_attention(shape, always=self.always)
+        return self.attention[shape].least_rows
+
+    def report(self) -> KernelReport:
+        """Report the test results so far."""
+        return KernelReport(note=self.note, probes=[*self.products, *self.attention.values()])
 
 
-_in_use = _InUse()
+_running: ContextVar[KernelsInUse | None] = ContextVar("running", default=None)
+"""Kernels of the model whose pass is being built."""
 
 
 @dataclass(frozen=True)
@@ -90,39 +106,55 @@ def _serve_few_rows(plain: type) -> type:
     return _LAYERS_OF_OURS[plain]
 
 
-def use_kernels(model: Any, mode: MetalKernels) -> Steps[None]:
+@functools.cache
+def _attend_in(plain: type) -> type:
+    """Derive the class of a model whose passes use our attention."""
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        before = _running.set(self.kernels_in_use)
+        try:
+            return plain.__call__(self, *arguments, **named)
+        finally:
+            _running.reset(before)
+
+    return type(f"FewRows{plain.__name__}", (plain,), {"__call__": call})
+
+
+def use_kernels(model: Any, mode: MetalKernels) -> Steps[KernelsInUse]:
     """Use the kernels in a model on Metal that are correct and faster, or all that are correct.
 
     Replaces the choice of an earlier call. Does nothing on other devices.
     """
-    stop_using(model)
+    remove_all(model, _serve_few_rows, _attend_in)
+    used = KernelsInUse(always=mode == "on")
     if compute_unit() != "metal" or mode == "off":
-        return
+        return used
     module: Any = mx  # it lacks type hints
     name = str(module.device_info().get("device_name", ""))
     chip = re.search(r"\bM(\d+)", name)
     if mode == "auto" and chip is not None and int(chip[1]) >= _FIRST_WITH_ACCELERATORS:
-        _in_use.note = (
+        used.note = (
             f"not used on {name}, whose GPU multiplies matrices in units of its own; "
             "`metal_kernels=on` uses them"
         )
-        _log.info("kernels for few rows: %s", _in_use.note)
-        return
-    _in_use.mode, _in_use.attention = mode, {}
+        _log.info("kernels for few rows: %s", used.note)
+        return used
+    install([Patch(model, _attend_in, {"kernels_in_use": used})])
     by_shape = defaultdict[Any, list[tuple[Any, Quantised]]](list)
     for _, layer in model.named_modules():
         if type(layer) in _LAYERS_OF_OURS and (own := product.weights_of(layer)) is not None:
             key = (own.weight.shape, own.group_size, own.bits, own.scales.dtype)
             by_shape[key].append((layer, own))
     for layers in by_shape.values():
-        _in_use.products = (*_in_use.products, _use_product(layers))
+        used.products.append(_use_product(layers, always=used.always))
         yield
+    return used
 
 
-def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
+def _use_product(layers: list[tuple[Any, Quantised]], *, always: bool) -> KernelProbe:
     some = [own for _, own in layers[:_LAYERS]]
     mx.eval(some)
-    probe = probe_product(some, always=_in_use.mode == "on")
+    probe = probe_product(some, always=always)
     if probe.least_rows:
         install(
             Patch(layer, _serve_few_rows, {"served": _Served(own, probe.least_rows)})
@@ -132,12 +164,6 @@ def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
     return KernelProbe(**{**counted, "layers": len(layers)})
 
 
-def stop_using(model: Any) -> None:
-    """Compute only by MLX from now on."""
-    remove_all(model, _serve_few_rows)
-    vars(_in_use).update(vars(_InUse()))
-
-
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
@@ -145,24 +171,9 @@ def attend(
 
     See `attention.attend` for the arguments.
     """
-    if _in_use.attention is None or not attention.takes(queries, keys, values, mask):
+    used = _running.get()
+    if used is None or not attention.takes(queries, keys, values, mask):
         return None
     _, heads, count, size = queries.shape
-    least = try_attention(AttentionKind(heads, keys.shape[1], size, queries.dtype))
+    least = used.try_attention(AttentionKind(heads, keys.shape[1], size, queries.dtype))
     return attention.attend(queries, keys, values, scale, mask) if 0 < least <= count else None
-
-
-def try_attention(shape: AttentionKind) -> int:
-    """Return the fewest queries for which our kernel attends in this shape; 0 means never."""
-    tried = _in_use.attention
-    if tried is None or shape.size not in attention.SIZES or shape.dtype not in attention.TYPES:
-        return 0
-    if shape not in tried:
-        tried[shape] = probe_attention(shape, always=_in_use.mode == "on")
-    return tried[shape].least_rows
-
-
-def report() -> KernelReport:
-    """Report the test results so far."""
-    attentions = list((_in_use.attention or {}).values())
-    return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])

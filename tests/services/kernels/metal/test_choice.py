@@ -72,7 +72,7 @@ def _mute(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_verification_has_the_bits_of_plain_decoding(mac: HostMetal, model: Any) -> None:
     """Five rows at once and one by one, through every product and attention of a model."""
     by_mlx = _logits(model, [5])
-    run_all(use_kernels(model, "on"))
+    used = run_all(use_kernels(model, "on"))
     tried = len(mac.launches)
     assert _our_layers(model) == 8
     together = _logits(model, [5])
@@ -82,9 +82,10 @@ def test_a_verification_has_the_bits_of_plain_decoding(mac: HostMetal, model: An
     assert mx.array_equal(together, _logits(model, [3, 2])).item()
     distance = mx.linalg.norm((together - by_mlx).astype(mx.float32))
     assert distance.item() < 0.01 * mx.linalg.norm(by_mlx.astype(mx.float32)).item()
-    assert {found.kernel for found in choice.report().probes} == {"product", "attention"}
-    assert all(found.least_rows == 1 for found in choice.report().probes)
-    assert sum(found.layers for found in choice.report().probes) == 8
+    probes = used.report().probes
+    assert {probe.kernel for probe in probes} == {"product", "attention"}
+    assert all(probe.least_rows == 1 for probe in probes)
+    assert sum(probe.layers for probe in probes) == 8
 
 
 def test_the_kernels_can_be_left_again(
@@ -96,12 +97,12 @@ def test_the_kernels_can_be_left_again(
     names = dict(nn.utils.tree_flatten(model.parameters())).keys()
     run_all(use_kernels(model, "on"))
     assert dict(nn.utils.tree_flatten(model.parameters())).keys() == names
-    run_all(use_kernels(model, "off"))
+    used = run_all(use_kernels(model, "off"))
     launched = len(mac.launches)
     assert mx.array_equal(_logits(model, [5]), before).item()
     assert not _our_layers(model)
     assert len(mac.launches) == launched
-    assert not choice.report().probes
+    assert not used.report().probes
 
 
 def test_many_rows_go_to_mlx(mac: HostMetal, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +147,11 @@ def test_slower_kernels_are_not_used(
     """As fast is not faster; what is asked for by a setting is used all the same."""
     _mute(monkeypatch)
     with caplog.at_level(logging.INFO):
-        run_all(use_kernels(model, "auto"))
+        used = run_all(use_kernels(model, "auto"))
     said = "not used: it is not faster than MLX's; share of MLX's time by rows: 1: 1.00, 2: 1.00, "
     assert said in caplog.text
     assert not _our_layers(model)
-    assert [found.least_rows for found in choice.report().probes] == [0] * 2
+    assert [probe.least_rows for probe in used.report().probes] == [0] * 2
     run_all(use_kernels(model, "on"))
     assert _our_layers(model) == 8
 
@@ -190,10 +191,9 @@ def test_attention_that_is_wrong_is_not_used(
 ) -> None:
     right = attention.attend
     monkeypatch.setattr(attention, "attend", lambda *call: 1.1 * right(*call))
-    run_all(use_kernels(nn.Module(), "on"))
+    used = run_all(use_kernels(model, "on"))
     _logits(model, [3, 2])
-    attentions = choice.report().probes
-    assert [found.least_rows for found in attentions] == [0]
+    assert [probe.least_rows for probe in used.attention.values()] == [0]
     assert "Metal attention" in caplog.text
 
 
@@ -203,10 +203,10 @@ def test_gpus_with_accelerators_are_left_to_mlx(
     """From the M5 on, unless a setting asks for the kernels."""
     _mute(monkeypatch)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M5 Max"})
-    run_all(use_kernels(model, "auto"))
+    note = run_all(use_kernels(model, "auto")).report().note
     assert not mac.launches
-    assert "Apple M5 Max" in choice.report().note
-    assert "metal_kernels=on" in choice.report().note
+    assert "Apple M5 Max" in note
+    assert "metal_kernels=on" in note
     run_all(use_kernels(model, "on"))
     assert _our_layers(model) == 8
 
