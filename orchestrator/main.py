@@ -8,8 +8,7 @@ from types import FrameType
 
 from orchestrator.requests.crash_journal import CrashJournal
 from orchestrator.server import Orchestrator
-from orchestrator.text.prompt_encoder import PromptEncoder
-from orchestrator.text.prompt_process import PromptLimits
+from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import FromService, ToOrchestrator

@@ -1007,7 +1007,7 @@ FromOrchestrator = Text | Progress | Finished | Rejected | Status
 
 
 class EncodePrompt(Message, frozen=True, tag="encode", kw_only=True):
-    """Orchestrator -> prompt worker: render and tokenise this. Answer: PromptTokens or Rejected.
+    """Orchestrator -> text worker: render and tokenise this. Answer: PromptTokens or Rejected.
 
     The fields are those of `Generate`.
     """
@@ -1020,18 +1020,28 @@ class EncodePrompt(Message, frozen=True, tag="encode", kw_only=True):
     answer_start: str = ""
 
 
+class CheckGrammar(Message, frozen=True, tag="grammar", kw_only=True):
+    """Orchestrator -> text worker: can the models use this? Answer: Done or Rejected."""
+
+    grammar: str
+
+
 class WorkerReady(Message, frozen=True, tag="ready"):
-    """Prompt worker -> orchestrator: the tokenizer is loaded."""
+    """Text worker -> orchestrator: the tokenizer is loaded."""
 
 
 class PromptTokens(Message, frozen=True, tag="tokens", kw_only=True):
-    """Prompt worker -> orchestrator: the prompt."""
+    """Text worker -> orchestrator: the prompt."""
 
     tokens: Tokens
 
 
-ToPromptWorker = EncodePrompt | Stop
-FromPromptWorker = WorkerReady | PromptTokens | Rejected
+class Done(Message, frozen=True, tag="done"):
+    """Supervisor -> CLI, text worker -> orchestrator: carried out, and nothing is wrong."""
+
+
+ToTextWorker = EncodePrompt | CheckGrammar | Stop
+FromTextWorker = WorkerReady | PromptTokens | Done | Rejected
 
 
 # ---------------------------------------------------------------- supervisor's control socket
@@ -1079,10 +1089,6 @@ class Stack(Message, frozen=True, tag="stack", kw_only=True):
     """Supervisor -> CLI: the processes of this stack."""
 
     processes: list[ProcessStatus]
-
-
-class Done(Message, frozen=True, tag="done"):
-    """Supervisor -> CLI: the command has been carried out."""
 
 
 ToSupervisor = SwapDrafter | StackRequest

@@ -270,15 +270,17 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
         remove_folder(Path(self.run_dir))
 
 
-class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
-    """The process that tokenises long prompts for the orchestrator."""
+class TextWorkerSettings(ChildSettings, frozen=True, kw_only=True):
+    """A process that tokenises long prompts for the orchestrator, or checks grammars."""
 
     model: str
     """Folder of the target model."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Memory limit for prompts; 0 is unlimited."""
+    """Memory limit for prompts or grammars; 0 is unlimited."""
     parse_special: bool = False
     """Parse special tokens in the text of messages."""
+    checks_grammars: bool = False
+    """True to check grammars instead of tokenising prompts."""
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]

@@ -26,17 +26,20 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from orchestrator.text.prompt_process import PromptLimits, PromptProcess
+from orchestrator.text.grammar_check import GrammarChecker
 from orchestrator.text.tokenizer import TargetTokenizer
+from orchestrator.text.worker_process import WorkerProcess
 from protocol.decoding.chat_template import OutOfBounds, limit_work
-from protocol.decoding.grammar_check import GrammarChecker
 from protocol.errors import Busy, ServiceLost, UsageError
 from protocol.messages import (
     EncodePrompt,
     Generate,
+    PromptTokens,
+    Rejected,
     Tokens,
 )
 from protocol.process.awake_clock import awake_time
+from protocol.settings import TextWorkerSettings
 from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,15 @@ class _Job(NamedTuple):
     """Arrival time."""
 
 
+class PromptLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost limits of a prompt; 0 means unlimited."""
+
+    max_bytes: int
+    """Size of the text of all its parts."""
+    timeout_s: float
+    memory_bytes: int
+
+
 Result: TypeAlias = Tokens | UsageError | Busy | ServiceLost
 
 
@@ -99,9 +111,13 @@ class PromptEncoder:
         os.set_blocking(self.descriptor, False)
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
-        self._workers = [
-            PromptProcess(folder, limits, parse_special=parse_special) for _ in range(2)
-        ]
+        settings = TextWorkerSettings(
+            lifeline=0,
+            model=folder,
+            max_bytes=limits.memory_bytes,
+            parse_special=parse_special,
+        )
+        self._workers = [WorkerProcess(settings, "tokenises prompts") for _ in range(2)]
         self._prompts, self._very_long = (
             _Lane("prompts", partial(self._tokenise, worker)) for worker in self._workers
         )
@@ -245,16 +261,31 @@ class PromptEncoder:
             else:
                 self._put_prompt(job)
 
-    def _tokenise(self, worker: PromptProcess, job: _Job) -> None:
+    def _tokenise(self, worker: WorkerProcess, job: _Job) -> None:
         """Wait for the worker in a separate thread."""
         result: Result
         try:
-            result = worker.encode(job.prompt)
+            result = self._ask(worker, job.prompt)
+        except ServiceLost as error:
+            result = error
         # See above: every error is reported to the request.
         except Exception as error:  # noqa: BLE001
             _log.exception("a prompt could not be tokenised")
             result = UsageError(f"the prompt cannot be tokenised: {error}")
         self._answer(job, result)
+
+    def _ask(self, worker: WorkerProcess, prompt: EncodePrompt) -> Result:
+        timeout_s = self._limits.timeout_s
+        match worker.ask(prompt, timeout_s):
+            case PromptTokens(tokens=tokens):
+                return tokens
+            case Rejected(reason=reason):
+                return UsageError(reason)
+            case "late":
+                limit = f"{timeout_s:g} s (prompt_timeout_s)"
+                return UsageError(f"the prompt could not be tokenised within {limit}")
+            case _:
+                return UsageError("the process that tokenises prompts broke down of this one")
 
     def _answer(self, job: _Job, result: Result) -> None:
         self._results.append((job.digest, result))

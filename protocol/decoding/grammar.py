@@ -3,7 +3,7 @@
 A service loads the tokenizer before it serves (`load_tokenizer`): that takes seconds with Python's
 lock held, without a sign of life. A grammar is compiled inline with the work for
 other requests, so it has limits here, and exceeding them is an error of the grammar's request. The
-cost of compiling is measured beforehand, in a process that may be killed (`grammar_check.py`).
+cost of compiling is measured beforehand, in a process that may be killed (`GrammarChecker`).
 """
 
 import contextlib

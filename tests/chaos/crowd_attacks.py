@@ -293,7 +293,7 @@ def helpers(scene: Scene) -> Counter[int]:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error, ProcessLookupError):
                     line = " ".join(child.cmdline())
-                    if "grammar_worker" in line or "prompt_worker" in line:
+                    if "text worker" in line:
                         os.kill(child.pid, next(numbers))
 
     striker = threading.Thread(target=strike)

@@ -9,8 +9,7 @@ import pytest
 from orchestrator.requests.crash_journal import CrashJournal
 from orchestrator.requests.request import Request
 from orchestrator.server import Orchestrator
-from orchestrator.text.prompt_encoder import PromptEncoder
-from orchestrator.text.prompt_process import PromptLimits
+from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
 from protocol.messages import (

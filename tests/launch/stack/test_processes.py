@@ -54,7 +54,7 @@ def title(process: psutil.Process) -> str:
 def test_each_role_is_a_named_process(launched: subprocess.Popen[bytes]) -> None:
     """`ps` shows one process per role, under the role's name, and helpers of theirs."""
     titles = {title(child) for child in children(launched)}
-    assert {one for one in titles if "grammar_worker" not in one} == ROLES
+    assert {one for one in titles if "text worker" not in one} == ROLES
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from orchestrator.text import prompt_encoder
-from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, Result
-from orchestrator.text.prompt_process import PromptLimits, PromptProcess
+from orchestrator.text import grammar_check, prompt_encoder
+from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits, Result
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.decoding import grammar_check
+from orchestrator.text.worker_process import WorkerProcess
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import Busy, ServiceLost, UsageError
 from protocol.messages import (
@@ -27,9 +26,11 @@ from protocol.messages import (
     EncodePrompt,
     Generate,
     LogitsOptions,
+    PromptTokens,
     Sampling,
     Tokens,
 )
+from protocol.settings import TextWorkerSettings
 
 DEADLINE_S = 60.0
 LIMITS = PromptLimits(max_bytes=100_000, timeout_s=30.0, memory_bytes=0)
@@ -134,13 +135,14 @@ def test_workers_parse_special_tokens_if_asked_to(tmp_path: Path, folder: Path) 
 
 def watch_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """What the workers are given from now on: which one, and the prompt's text."""
-    encode, prompts = PromptProcess.encode, []
+    ask, prompts = WorkerProcess.ask, []
 
-    def noted(worker: Any, prompt: EncodePrompt) -> Tokens | UsageError:
-        prompts.append((worker, prompt.text))
-        return encode(worker, prompt)
+    def noted(worker: Any, message: Any, *limits: float) -> Any:
+        if isinstance(message, EncodePrompt):
+            prompts.append((worker, message.text))
+        return ask(worker, message, *limits)
 
-    monkeypatch.setattr(PromptProcess, "encode", noted)
+    monkeypatch.setattr(WorkerProcess, "ask", noted)
     return prompts
 
 
@@ -297,19 +299,21 @@ def test_a_worker_lost_on_the_way_is_replaced(
 ) -> None:
     """Killed or stopped by others: a fresh one answers; after two the request may come again."""
     left: list[int] = []
-    exchange = PromptProcess._exchange
+    exchange = WorkerProcess._exchange
 
-    def strike(self: PromptProcess, channel: Any, prompt: EncodePrompt) -> Any:
+    def strike(self: WorkerProcess, *arguments: Any) -> Any:
         if left and self._process is not None:
             os.kill(self._process.pid, left.pop())
-        return exchange(self, channel, prompt)
+        return exchange(self, *arguments)
 
-    monkeypatch.setattr(PromptProcess, "_exchange", strike)
-    worker = PromptProcess(str(folder), LIMITS, parse_special=False)
+    monkeypatch.setattr(WorkerProcess, "_exchange", strike)
+    settings = TextWorkerSettings(lifeline=0, model=str(folder))
     prompt = EncodePrompt(text="the quick fox")
-    try:
-        for strikes, kind in ((1, list), (2, ServiceLost), (0, list)):
+    with WorkerProcess(settings, "tokenises prompts") as worker:
+        for strikes in (1, 2, 0):
             left[:] = [number] * strikes
-            assert isinstance(worker.encode(prompt), kind)
-    finally:
-        worker.close()
+            if strikes > 1:
+                with pytest.raises(ServiceLost, match="try again"):
+                    worker.ask(prompt, DEADLINE_S)
+            else:
+                assert isinstance(worker.ask(prompt, DEADLINE_S), PromptTokens)

@@ -1,20 +1,20 @@
 """Grammars are checked where they can do no harm, before any model sees them."""
 
-import contextlib
 import os
-import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from protocol.decoding import grammar, grammar_check, grammar_worker
+from orchestrator.text import grammar_check, grammar_cost
+from orchestrator.text.grammar_check import GrammarChecker
+from orchestrator.text.worker_process import WorkerProcess
+from protocol.decoding import grammar
 from protocol.decoding.grammar import Grammar, json_grammar, load_tokenizer
-from protocol.decoding.grammar_check import GrammarChecker
 from protocol.decoding.stop_tokens import read_stop_ids
 from protocol.errors import ProtocolError, RuntimeFailure, ServiceLost, UsageError
 from tests.support.stack import DEADLINE_S, eventually
@@ -55,23 +55,25 @@ def test_a_grammar_that_never_compiles_is_refused(checker: GrammarChecker) -> No
     with pytest.raises(UsageError, match=r"takes more than 1\.5 s to compile; simplify"):
         checker.check(ENDLESS)
     checker.check(PERSON)
-    process = checker._process
+    process = checker._worker._process
     with pytest.raises(UsageError, match=r"takes more than 1\.5 s"):
         checker.check(ENDLESS)
-    assert checker._process is process  # it is remembered; else the process would be another one
+    assert (
+        checker._worker._process is process
+    )  # it is remembered; else the process would be another one
 
 
 def test_a_process_that_is_held_up_has_its_time(checker: GrammarChecker) -> None:
     """A busy machine does not make a grammar cost more: what counts is the processor's time."""
     checker.check('start: "not" "yet"')
-    process = checker._process
+    process = checker._worker._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     go_on = threading.Timer(0.5, os.kill, (process.pid, signal.SIGCONT))
     go_on.start()
     checker.check('start: "held" "up"')
     go_on.join()
-    assert checker._process is process
+    assert checker._worker._process is process
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,9 @@ def test_what_takes_the_models_too_long_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They compile it among other work, and so within a shorter time than the check may take."""
-    assert not grammar_worker.find_grammar_error(PERSON, folder)
-    monkeypatch.setattr(grammar_worker, "MAX_COMPILE_S", 0.0)
-    assert "s to compile; at most 0 s" in grammar_worker.find_grammar_error(PERSON, folder)
+    assert not grammar_cost.find_grammar_error(PERSON, folder)
+    monkeypatch.setattr(grammar_cost, "MAX_COMPILE_S", 0.0)
+    assert "s to compile; at most 0 s" in grammar_cost.find_grammar_error(PERSON, folder)
 
 
 @pytest.mark.parametrize("depth", [16, 24])
@@ -116,24 +118,25 @@ def test_doubling_references_end(checker: GrammarChecker, depth: int) -> None:
 def test_a_killed_process_is_replaced(checker: GrammarChecker) -> None:
     """Whoever ends it, the next grammar is checked."""
     checker.check("start: /x/")
-    process = checker._process
+    process = checker._worker._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     checker.check("start: /y/")
-    assert checker._process is not process
+    assert checker._worker._process is not process
 
 
-def _disturb(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, *signals: int) -> None:
-    """Send these to the process as soon as it is asked, one to each attempt."""
+def _disturb(monkeypatch: pytest.MonkeyPatch, *signals: int) -> None:
+    """Send these to a process as soon as it is asked, one to each attempt."""
     left = list(signals)
-    exchange = grammar_check._exchange
+    exchange = WorkerProcess._exchange
 
-    def strike(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
+    def strike(self: WorkerProcess, *arguments: Any) -> Any:
+        assert self._process is not None
         if left:
-            os.kill(process.pid, left.pop(0))
-        return exchange(process, grammar, deadline_s)
+            os.kill(self._process.pid, left.pop(0))
+        return exchange(self, *arguments)
 
-    monkeypatch.setattr(grammar_check, "_exchange", strike)
+    monkeypatch.setattr(WorkerProcess, "_exchange", strike)
 
 
 @pytest.mark.processes
@@ -142,9 +145,9 @@ def test_a_process_lost_on_the_way_is_tried_again(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Killed or stopped at work: another one answers, and the grammar is not to blame."""
-    _disturb(checker, monkeypatch, number)
+    _disturb(monkeypatch, number)
     checker.check(f'start: "once" "{number}"')
-    _disturb(checker, monkeypatch, number, number)
+    _disturb(monkeypatch, number, number)
     grammar = f'start: "twice" "{number}"'
     with pytest.raises(ServiceLost, match="try again"):
         checker.check(grammar)
@@ -156,20 +159,21 @@ def test_a_grammar_that_its_process_breaks_down_of_is_to_blame(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice by a signal that nobody sends: the request is wrong, and that is remembered."""
-    _disturb(checker, monkeypatch, signal.SIGSEGV, signal.SIGABRT)
+    _disturb(monkeypatch, signal.SIGSEGV, signal.SIGABRT)
     for _ in range(2):
         with pytest.raises(UsageError, match="cannot be compiled"):
             checker.check('start: "a" "grammar" "of" "death"')
 
 
 def test_the_process_ends_with_its_parent(folder: Path) -> None:
-    """Its input has ended."""
+    """The pipes have ended."""
     checker = GrammarChecker(str(folder))
     checker.check(PERSON)
-    process = checker._process
+    process = checker._worker._process
     assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
+    for end in checker._worker._ends:
+        os.close(end)
+    checker._worker._ends = []
     eventually(lambda: process.poll() is not None, "the process has ended")
     checker.close()
 
@@ -188,10 +192,10 @@ def test_closing_does_not_wait_for_a_grammar(folder: Path) -> None:
 
     other = threading.Thread(target=check_endless)
     other.start()
-    eventually(checker._turn.locked, "the grammar is being checked")
+    eventually(checker._worker._turn.locked, "the grammar is being checked")
     checker.close()
     other.join(DEADLINE_S / 2)
-    assert [str(error) for error in failed] == ["grammars are not checked any more"]
+    assert [type(error) for error in failed] == [ServiceLost]
 
 
 def test_without_a_tokenizer_a_grammar_is_read() -> None:
@@ -237,25 +241,33 @@ def test_the_process_starts_before_the_first_grammar(folder: Path) -> None:
     """Who prepares has the process that checks; after the end there is none."""
     checker = GrammarChecker(str(folder))
     checker.prepare()
-    process = checker._process
+    process = checker._worker._process
     assert process is not None
     checker.check(PERSON)
-    assert checker._process is process
+    assert checker._worker._process is process
     checker.close()
     checker.prepare()
-    assert checker._process is None
+    assert checker._worker._process is None
 
 
 def test_a_process_that_is_ended_at_its_start_is_started_again(
-    folder: Path, tmp_path: Path
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; then the request may be tried later, and the grammar is not to blame."""
-    checker = GrammarChecker(str(folder))
-    once = f"mkdir {tmp_path}/once 2>/dev/null && kill -9 $$; exec {shlex.join(checker._command)}"
-    checker._command = ["sh", "-c", once]
-    with contextlib.closing(checker):
+    start, ended = WorkerProcess._start, []
+
+    def start_and_end(self: WorkerProcess) -> Any:
+        channel = start(self)
+        if len(ended) in (0, 2, 3):
+            assert self._process is not None
+            self._process.kill()
+            self._process.wait()
+        ended.append(channel)
+        return channel
+
+    monkeypatch.setattr(WorkerProcess, "_start", start_and_end)
+    with GrammarChecker(str(folder)) as checker:
         checker.check(PERSON)
-        checker._end()
-        checker._command = ["sh", "-c", "kill -9 $$"]
+        checker._worker._end()
         with pytest.raises(ServiceLost, match="try again"):
             checker.check("start: /other/")

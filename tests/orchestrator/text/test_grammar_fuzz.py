@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.text.grammar_cost import find_grammar_error
 from protocol.decoding.grammar import Grammar, json_grammar
-from protocol.decoding.grammar_worker import find_grammar_error
 from protocol.errors import ProtocolError
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS

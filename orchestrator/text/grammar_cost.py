@@ -1,15 +1,9 @@
-"""`python -m protocol.decoding.grammar_worker [FOLDER]`: checks grammars, one JSON string a line.
+"""The cost of a grammar: of compiling it, and of the first steps of an answer.
 
-A schema may cost any amount of time and memory to compile. In this process that harms no other
-request: the parent kills it at a deadline, and it limits itself. A grammar that is accepted here is
-accepted by the models, which compile it again within the same limits.
+A schema may cost any amount of time and memory: run this in a process that may be killed. A grammar
+that is accepted here is accepted by the models, which compile it again within the same limits.
 """
 
-import contextlib
-import json
-import resource
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -18,11 +12,6 @@ import numpy as np
 from protocol.decoding.grammar import Grammar, check_grammar
 from protocol.errors import ProtocolError, UsageError
 
-DEADLINE_S = 3.0
-"""Processor time for one grammar; then the process is killed."""
-_ALARM_S = 10.0
-"""Limit that the process sets itself, in case its parent has died."""
-_MEMORY_BYTES = 4 * 1024**3
 MAX_COMPILE_S = 1.0
 """Processor time to compile: the models compile inline with other work."""
 MAX_MASK_S = 0.25
@@ -74,26 +63,3 @@ def _try_answer(grammar: Grammar) -> str:
         if not allowed.size or not grammar.advance(int(allowed[step * _STRIDE % allowed.size])):
             break
     return ""
-
-
-def main() -> None:
-    """Answer each line of standard input with a line, until it ends."""
-    with contextlib.suppress(ValueError, OSError):  # not available on every system
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    if folder is not None and not (folder / "tokenizer.json").is_file():
-        folder = None
-    sys.stdout.write(json.dumps(find_grammar_error('start: "a"', folder)) + "\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, _ALARM_S)
-        reason = find_grammar_error(json.loads(line), folder)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.write(json.dumps(reason) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
