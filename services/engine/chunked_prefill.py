@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
-from services.engine.pass_memory import PassMemory
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
@@ -166,37 +165,29 @@ class ChunkedPrefill:
     """Computes prompts in chunks.
 
     Args:
-        model: the target.
+        runner: runs the passes; its memory check shortens chunks that do not fit, or refuses them.
         step: most tokens of a pass, except on CUDA when no other request waits.
         checkpoints: True if later prompts may start in the middle of one.
         end_ids: tokens that end a message of a chat.
-        read: as for `ModelRunner`.
         log: keeps what was read of a sequence, from a position on.
-        memory: shortens chunks that do not fit, or refuses them.
-        one_graph: see `ModelRunner`.
     """
 
     def __init__(
         self,
-        model: Any,
+        runner: ModelRunner,
         step: int,
         *,
         shares: bool = False,
         checkpoints: bool = False,
         end_ids: Collection[int] = (),
-        read: Callable[[], ReadRows | None] | None = None,
         log: Callable[[Any, int, ReadRows | None], object] = lambda *_: None,
-        memory: PassMemory | None = None,
-        one_graph: bool = False,
     ) -> None:
         """Compute prompts in passes of their own, unless `shares` or told to `share` them."""
         self._checkpoints = checkpoints
         self._end_ids = frozenset(end_ids)
         self._log_rows = log
-        self._memory = memory
-        self._runner = ModelRunner(model, read=read, memory=memory)
-        self._runner.fills, self._runner.one_graph = True, one_graph
-        self._queue = PassQueue(self._runner)
+        self.runner, self._queue = runner, PassQueue(runner)
+        runner.fills = True
         self._shares = shares
         self.chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
@@ -207,7 +198,7 @@ class ChunkedPrefill:
 
     def share(self, table: SlotTable | None, *, prompts: bool) -> None:
         """Compute several prompts in a pass from now on, if `prompts`, and in a slot table."""
-        self._runner.table, self._shares = table, prompts
+        self.runner.table, self._shares = table, prompts
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Return True if a prompt in progress covers half of `tokens` beyond the first `held`."""
@@ -278,9 +269,8 @@ class ChunkedPrefill:
             ends = range(self._least_turn, len(chunk))
             return next((end for end in ends if chunk[end - 1] in self._end_ids), size)
         size = self.chunk_sizer.size(alone=alone, left=len(tokens) - state.length)
-        return (
-            size if self._memory is None else self._memory.fit(state, size, min(size, LEAST_CHUNK))
-        )
+        memory = self.runner.memory
+        return size if memory is None else memory.fit(state, size, min(size, LEAST_CHUNK))
 
 
 def _begin_chunk(state: SequenceState, size: int) -> Tokens:

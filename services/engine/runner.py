@@ -63,7 +63,7 @@ class ModelRunner:
         memory: PassMemory | None = None,
     ) -> None:
         self.model, self.traced = model, traced
-        self._read, self._memory = read, memory
+        self.read, self.memory = read, memory
         self.table: SlotTable | None = None
         """Slot table of sequences that share passes, where one attention kernel serves all of
         them.
@@ -158,9 +158,9 @@ class ModelRunner:
     ) -> list[AheadPass]:
         lengths = [state.length for state in states]
         try:
-            if self._memory is not None:
+            if self.memory is not None:
                 counts = (1 + count for count in missing)
-                self._memory.check(list(zip(states, counts, strict=True)))
+                self.memory.check(list(zip(states, counts, strict=True)))
             for state, count in zip(states, missing, strict=True):
                 state.append(count)
                 state.append(1)
@@ -193,8 +193,8 @@ class ModelRunner:
         return handles
 
     def _run(self, passes: Sequence[SubmittedPass]) -> None:
-        if self._memory is not None:
-            self._memory.check([(handle.state, len(handle.new)) for handle in passes])
+        if self.memory is not None:
+            self.memory.check([(handle.state, len(handle.new)) for handle in passes])
         row: Tokens = []
         ends = []
         inputs = []
@@ -230,7 +230,7 @@ class ModelRunner:
         if self.one_graph and not ahead and isinstance(states[0], KVStore | LayeredState):
             split = compute_in_pieces if self.fills else launch_in_pieces
             split(states[0].milestones)
-        features = self._read() if self._read is not None else None
+        features = self.read() if self.read is not None else None
         if features is not None:
             logits = mx.depends(logits, pending(features))
         return logits, features

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import cpu_kernels, view
 
 BUCKET = 256
 """Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
@@ -78,11 +77,6 @@ class ResidentSlots:
 
     def evaluate(self) -> None:
         """Do nothing: a pass has stored its rows when it ends."""
-
-
-def view(array: mx.array) -> Any:
-    """Return the array's own memory without a copy."""
-    return np.array(array, copy=False)
 
 
 def copy_slots(

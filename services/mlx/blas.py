@@ -13,6 +13,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from services.kernels.cpu import build
 from services.kernels.cpu.build import compile_library, sources
@@ -78,6 +81,16 @@ def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> i
     flag = None if lent is None else ctypes.byref(lent)
     count: int = _Loaded.kernels.set_helpers(len(helpers), cores_to_pin, len(_Loaded.cores), flag)
     return count
+
+
+def view(array: Any) -> Any:
+    """Return the memory of an array of MLX without a copy."""
+    return np.asarray(memoryview(array))
+
+
+def address(array: Any) -> ctypes.c_void_p:
+    """Return the address of a numpy array's first element."""
+    return ctypes.c_void_p(array.__array_interface__["data"][0])
 
 
 def _load_kernels(mode: int) -> ctypes.CDLL | None:

@@ -114,7 +114,9 @@ class AcceptanceRule:
             RuntimeFailure: a logit is NaN.
         """
         if tokens is not None:
-            chosen = device.finish(tokens, logits, _positions(message, tree), self._sampling)
+            chosen = tokens.tolist()
+            if min(chosen) < 0:
+                chosen = device.finish(tokens, logits, _positions(message, tree), self._sampling)
             accepted = tree.walk(chosen)
             return AcceptanceResult(accepted, chosen[accepted[-1]], [])
         device.check_finite(logits)

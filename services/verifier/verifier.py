@@ -75,17 +75,15 @@ class Verifier:
         self.features = FeatureSource(self._model, self.target.trial)
         self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
         self._memory, memory = self._reckon(logits=False), self._reckon(logits=True)
-        runner = ModelRunner(self.target.verify, None, self.features.take, memory)
-        runner.one_graph = prelaunches
+        runner = ModelRunner(self.target.verify, memory=memory)
+        filler = ModelRunner(self.target.prefill, memory=self._memory)
+        runner.one_graph = filler.one_graph = prelaunches
         self._chunked_prefill = ChunkedPrefill(
-            self.target.prefill,
+            filler,
             prefill_step_size,
             checkpoints=self._prompts.is_enabled,
             end_ids=model.end_ids,
-            read=self.features.take,
             log=self.features.log,
-            memory=self._memory,
-            one_graph=prelaunches,
         )
         self.scheduler = Scheduler(runner, self._sequences, self._chunked_prefill.prompts)
         self.scheduler.pipelines = self.target.pipelines
@@ -237,6 +235,8 @@ class Verifier:
             self.features.configure(message.features, message.number)
         finally:
             if self.features.request != before:
+                read = None if self.features.request is None else self.features.take
+                self.scheduler.runner.read = self._chunked_prefill.runner.read = read
                 self.target.read(self.features)
                 for sequence in self._sequences.values():
                     sequence.forget_features()

@@ -95,6 +95,7 @@ class MlxBackend:
         kv = measure_kv(self._model, self._new_store)
         self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
         self._runner = ModelRunner(self._model, memory=self._memory)
+        self._filler = ModelRunner(fill_only(self._model), memory=self._memory)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
@@ -142,11 +143,10 @@ class MlxBackend:
             size = self._chunk_sizer.size(alone=not self._sequences, left=left)
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
             size = fit_chunk(self._model, size, store.length) if self._bucketed else size
-            chunk = mx.array([tokens[store.length : store.length + size]])
-            store.chain(chunk.size)
-            fill_only(self._model)(chunk, cache=store.caches)
+            chunk = tokens[store.length : store.length + size]
+            self._filler.compute(chunk, store, partial(_begin_chain, store, len(chunk)))
             store.evaluate()
-            self._chunk_sizer.observe(chunk.size, time.perf_counter() - began)
+            self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
             yield
         opened.tokens, opened.committed = list(tokens), len(tokens)
         if sampling.logits_options is not None:
@@ -360,3 +360,8 @@ class MlxBackend:
         if self._on_gpu and processor is None:
             return rows
         return np.array(rows.astype(mx.float32), copy=False)
+
+
+def _begin_chain(store: KVStore | BranchingState, count: int) -> Tokens:
+    store.chain(count)
+    return []

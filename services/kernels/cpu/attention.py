@@ -8,8 +8,7 @@ import numpy as np
 
 from services.kernels.cpu.program import find_program
 from services.kernels.cpu.structures import FLOAT, DecoderStruct, SequenceStruct
-from services.mlx.array_memory import address, view
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import address, cpu_kernels, view
 
 
 def attend(

@@ -10,8 +10,7 @@ import numpy as np
 from protocol.decoding.gumbel import position_keys
 from protocol.decoding.sampling_params import goes_beyond, is_greedy
 from protocol.messages import Sampling
-from services.mlx.array_memory import view
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import cpu_kernels, view
 
 _APPLIED = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
 """Fields of `Sampling` that the kernel applies."""

@@ -32,8 +32,7 @@ from services.kernels.cpu.structures import (
     NormStruct,
     PassStruct,
 )
-from services.mlx.array_memory import address, view
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import address, cpu_kernels, view
 from services.mlx.patches import Patch, Unfit, install
 
 if TYPE_CHECKING:
@@ -118,11 +117,15 @@ class DecoderKernel:
         if not cache or tokens.ndim != 2 or tokens.shape[0] != 1:
             return None
         stores: list[KVStore] | None = getattr(cache[0], "plain_stores", None)
+        if stores is None or len(stores) > _MOST_PARTS:
+            return None
+        rows = 0
+        for store in stores:
+            if store.windows != self._windows:
+                return None
+            rows += store.span.count
         ours = (
-            stores is not None
-            and len(stores) <= _MOST_PARTS
-            and all(store.windows == self._windows for store in stores)
-            and sum(store.span.count for store in stores) == tokens.size
+            rows == tokens.size
             and mx.default_device() == mx.cpu
             and model.model is self._inner
             and self._inner.embed_tokens is self._embedding
@@ -141,7 +144,8 @@ class DecoderKernel:
     def run(self, tokens: mx.array, stores: "Sequence[KVStore]") -> mx.array:
         """Logits [1, n, vocabulary]."""
         logits, states = self._run(self._check(tokens), stores, head=True)
-        self._catch([states])
+        if len(states):
+            self._catch([states])
         return mx.array(logits)
 
     def fill(self, tokens: mx.array, stores: "Sequence[KVStore]") -> None:
@@ -189,14 +193,15 @@ class DecoderKernel:
         tapped = self._tapped
         states = np.empty((len(tapped), row.size, self._width), np.float32)
         logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
-        positions = [store.span.own_positions for store in stores]
-        angles = self._rotations.angles(np.concatenate(positions).astype(np.int32))
-        pointers = [[_address_of(array) for array in table] for table in angles]
-        turns = [(ctypes.c_void_p * 2)(*(own[at] for own in pointers)) for at in (1, 2)]
+        positions = np.concatenate([store.span.own_positions for store in stores]).astype(np.int32)
+        cos, sin = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
+        for at, table in enumerate(self._rotations.tables):
+            held.append(angles := table.angles_at(positions))
+            cos[at], sin[at] = address(angles.cos), address(angles.sin)
         numbers = (ctypes.c_int * len(tapped))(*tapped)
-        places = (ctypes.c_void_p * len(tapped))(*(own.ctypes.data for own in states))
+        places = (ctypes.c_void_p * len(tapped))(*[own.ctypes.data for own in states])
         one = PassStruct(
-            row.size, address(row), pointers[0][0] if pointers else None, *turns,
+            row.size, address(row), address(positions), cos, sin,
             len(parts), ctypes.addressof(parts),
             address(logits) if head else None,
             len(tapped), ctypes.addressof(numbers), ctypes.addressof(places),
@@ -206,9 +211,9 @@ class DecoderKernel:
         del held
         return logits, states
 
-    def _describe(self, stores: "Sequence[KVStore]") -> tuple[Any, list[npt.NDArray[np.bool_]]]:
+    def _describe(self, stores: "Sequence[KVStore]") -> tuple[Any, list[Any]]:
         """Of each sequence; and masks that must outlive the pass."""
-        parts, held = (structures.SequenceStruct * len(stores))(), list[npt.NDArray[np.bool_]]()
+        parts, held = (structures.SequenceStruct * len(stores))(), list[Any]()
         for part, store in zip(parts, stores, strict=True):
             memory, span = self._reside(store), store.span
             part.keys, part.values = ctypes.addressof(memory.keys), ctypes.addressof(memory.values)
@@ -239,10 +244,6 @@ def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
             found.append((index, numbers[0], len(numbers)))
         for at in range(0, len(found), _MOST_PARTS):
             yield found[at : at + _MOST_PARTS]
-
-
-def _address_of(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def use_decoder(model: Any, kernel: DecoderKernel) -> None:

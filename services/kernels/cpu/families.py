@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from services.mlx.loader import windows_of
 from services.mlx.patches import Unfit
@@ -123,10 +122,6 @@ class Rotations:
     """Number of rotated elements in a head."""
     of_layer: list[int]
     """Index of each layer's table."""
-
-    def angles(self, positions: npt.NDArray[np.int32]) -> list[Any]:
-        """Return the angles of rows at these positions, by each table."""
-        return [table.angles_at(positions) for table in self.tables]
 
 
 def rotations_of(layers: list[Any]) -> Rotations:

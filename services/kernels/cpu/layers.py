@@ -14,7 +14,7 @@ import numpy as np
 
 from services.kernels.cpu.packing import PackedMatrix
 from services.kernels.cpu.program import multiply, read_rows
-from services.mlx.array_memory import view
+from services.mlx.blas import view
 
 
 class PackedLinear(nn.Module):

@@ -15,8 +15,7 @@ import numpy as np
 
 from services.kernels.cpu import structures as kinds
 from services.kernels.cpu.structures import MatrixStruct, SourceStruct
-from services.mlx.array_memory import view
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import cpu_kernels, view
 from services.mlx.patches import Unfit
 
 _FLOATS = {mx.float16: kinds.HALF, mx.bfloat16: kinds.BFLOAT, mx.float32: kinds.FLOAT}

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kernels.cpu.packing import PackedMatrix
-from services.mlx.array_memory import address
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import address, cpu_kernels
 
 Floats = npt.NDArray[np.float32]
 

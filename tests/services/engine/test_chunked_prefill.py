@@ -83,7 +83,7 @@ def test_a_prompt_may_be_computed_a_few_layers_at_a_time(
     tokens, states = tuple(range(5, 45)), list[KVStore]()
     for in_pieces in (False, True):
         verifier = tiny_verifier("llama")
-        verifier._chunked_prefill._runner.one_graph = in_pieces
+        verifier._chunked_prefill.runner.one_graph = in_pieces
         if in_pieces:
             monkeypatch.setattr(launching, "_FEW_LAYERS", layers)
             record("async_eval")
@@ -115,7 +115,7 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
         rows.append(tokens.shape[1])
         return inner(tokens, cache=cache)
 
-    verifier._chunked_prefill._runner.model = counted
+    verifier._chunked_prefill.runner.model = counted
     queue, answers = WorkQueue(verifier), list[Prefilled]()
     for message in messages:
         queue.add(message)
@@ -169,9 +169,12 @@ def test_chunks_are_as_long_as_memory_allows() -> None:
             assert least <= rows
             return min(rows, 16)
 
+        def check(self, passes: list[tuple[object, int]]) -> None:
+            assert sum(rows for _, rows in passes) <= 16
+
     verifier = tiny_verifier("llama")
     prefill: Any = verifier._chunked_prefill
-    prefill._memory = Memory()
+    prefill.runner.memory = Memory()
     rows, answers = by_turns(verifier, [opening(1, tuple(range(20, 100)))])
     assert rows == [16] * 5
     assert [answer.length for answer in answers] == [80]

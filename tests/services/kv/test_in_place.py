@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from services.kv.cache import KVStore
-from services.mlx.array_memory import view
+from services.mlx.blas import view
 from tests.services.kernels.cuda.host import move_rows
 from tests.services.kv.test_cache import labels_of, rows_of
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from protocol.decoding.token_tree import TokenTree, read_tree
 from services.engine.batch import Batch
 from services.kernels.cuda.doorbell import Doorbell, Ticket, write_bits
-from services.mlx.array_memory import view
+from services.mlx.blas import view
 
 
 class FakeDoorbell(Doorbell):

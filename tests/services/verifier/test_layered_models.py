@@ -136,7 +136,7 @@ def test_passes_in_pieces_change_no_token(family: str, monkeypatch: pytest.Monke
 
     # Not `async_eval`: on a GPU what a pass results in is launched by itself, too.
     monkeypatch.setattr(launching, "launch", launch)
-    for runner in (verifier.scheduler.runner, verifier._chunked_prefill._runner):
+    for runner in (verifier.scheduler.runner, verifier._chunked_prefill.runner):
         runner.one_graph = True
     answer = Answer(verifier, list(PROMPT), Sampling())
     answer.finish(plain(family, PROMPT, LENGTH, Sampling()), DRAFTS)

@@ -452,8 +452,8 @@ def fed(monkeypatch: pytest.MonkeyPatch, nothing_cached: None) -> list[int]:
         counts.append(tokens.shape[1])
         return model(tokens, cache=cache)
 
-    monkeypatch.setattr(backend, "_model", counting)
-    monkeypatch.setattr(backend._runner, "model", counting)
+    for runner in (backend._runner, backend._filler):
+        monkeypatch.setattr(runner, "model", counting)
     if backend.ahead is not None:
         monkeypatch.setattr(backend.ahead, "_model", counting)
     return counts

@@ -12,7 +12,7 @@ import pytest
 from services.kernels.cpu.packing import MlxWeights, PackedMatrix, pack
 from services.kernels.cpu.program import SETS, find_program, multiply, read_rows
 from services.mlx import blas
-from services.mlx.array_memory import address
+from services.mlx.blas import address
 
 Floats = npt.NDArray[np.float32]
 

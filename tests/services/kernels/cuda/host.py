@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kernels.cuda.kv_rows import KVBuffers
-from services.mlx.array_memory import view
+from services.mlx.blas import view
 
 _FOLDER = Path(__file__).parent
 _KERNELS = Path(__file__).parents[4] / "services" / "kernels" / "cuda"
