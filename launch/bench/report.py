@@ -4,9 +4,12 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.bench.headline import describe_reading, headline, speeds_by_prompt, total_seconds
+from rich.table import Table
+
+from launch.bench import tables
+from launch.bench.headline import describe_reading, headline
 from launch.bench.plots import costs, guesses, predictions, speeds, timeline
-from launch.bench.result import BenchFile, ModeSummary
+from launch.bench.result import BenchFile
 from launch.bench.runs import verdict
 
 _STYLE = """
@@ -106,6 +109,12 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") -
     return f"<div class=wide><table class='{kind}'><tr>{top}</tr>{body}</table></div>"
 
 
+def _render(table: Table) -> str:
+    """Render a table of the terminal."""
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return _table((str(column.header) for column in table.columns), rows)
+
+
 def _speeds(result: BenchFile) -> str:
     if not result.runs:
         return ""
@@ -114,33 +123,13 @@ def _speeds(result: BenchFile) -> str:
         "the same prompt, measured in turn on the same machine. Whiskers: 95 % interval by "
         "resampling prompts. Speed leaves out the time to the first token.</p>"
     )
-    head = ("", "tok/s", "quartiles", "x plain", "95 %", "first token, ms", "accepted",
-            "tokens/round", "hits", "hidden", "messages", "efficiency")  # fmt: skip
-    rows = [(name, *_row(s)) for name, s in result.summary.items()]
-    return note + speeds(result) + _table(head, rows)
-
-
-def _row(s: ModeSummary) -> list[str]:
-    interval = f"{s.ci95.low:.2f} - {s.ci95.high:.2f}" if s.ci95 else "-"
-    quartiles = f"{s.iqr.low:.1f} - {s.iqr.high:.1f}"
-    shares = (s.acceptance_rate, s.mean_acceptance_length, s.hit_rate, s.overlap_ratio, s.ipc_share,
-              s.efficiency)  # fmt: skip
-    ratio = "-" if s.speedup_vs_ar is None else f"{s.speedup_vs_ar:.2f}"
-    texts = ["-" if share is None else f"{share:.2f}" for share in shares]
-    return [f"{s.median:.1f}", quartiles, ratio, interval, f"{s.ttft_ms:.0f}", *texts]
+    legend = f"<p class=small>{_e(tables.LEGEND)}</p>"
+    drafts = _render(tables.drafting(result)) + _render(tables.phases(result))
+    return note + speeds(result) + _render(tables.speeds(result)) + legend + drafts
 
 
 def _prompts(result: BenchFile) -> str:
-    if not result.runs:
-        return ""
-    modes = list(dict.fromkeys(run.mode for run in result.runs))
-    rows = [
-        (name, *(f"{speeds[mode]:.1f}" if mode in speeds else "-" for mode in modes))
-        for name, speeds in speeds_by_prompt(result.runs).items()
-    ]
-    totals = total_seconds(result.runs)
-    rows.append(("total time, s", *(f"{totals[mode]:.1f}" for mode in modes)))
-    return _table(("tok/s", *modes), rows)
+    return _render(tables.prompts(result)) if result.runs else ""
 
 
 def _guesses(result: BenchFile) -> str:
@@ -198,16 +187,10 @@ def _overlap(result: BenchFile) -> str:
     if result.overlap is None:
         return ""
     o = result.overlap
-    rows = [
-        (o.first, f"{o.first_ms:.0f} ms"),
-        (o.second, f"{o.second_ms:.0f} ms"),
-        ("one after the other", f"{o.first_ms + o.second_ms:.0f} ms"),
-        ("at the same time", f"{o.together_ms:.0f} ms"),
-    ]
     return (
         f"<p>Both at once is <b>{o.speed_up:.2f} times</b> as fast as in turn (2 at best); "
         f"{o.efficiency:.0%} of the shorter work was hidden.</p>"
-    ) + _table(("", ""), rows)
+    ) + _render(tables.overlap(o))
 
 
 def _words() -> str:

@@ -85,6 +85,8 @@ def drafting(result: BenchFile) -> Table:
     modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
     table = _empty("drafting", *modes)
     table.add_row("drafter", *(s.drafter or "-" for s in modes.values()))
+    table.add_row("hidden under verification", *(_number(s.overlap_ratio) for s in modes.values()))
+    table.add_row("share of messages", *(_number(s.ipc_share) for s in modes.values()))
     read = [s.state_bytes_per_round for s in modes.values()]
     table.add_row("states, kB a round", *(_number(b / 1e3 if b else None) for b in read))
     for lag in range(1, max((len(s.offered_by_lag) for s in modes.values()), default=0) + 1):

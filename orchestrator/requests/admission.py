@@ -13,7 +13,6 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.telemetry.recorder import Recorder
-from orchestrator.telemetry.timeline import Timeline
 from orchestrator.text.stop_strings import StoppableText
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.sampling_params import check_sampling, uses_rejection
@@ -104,7 +103,7 @@ class Admission:
                 message.max_tokens, self._tokenizer.stop_ids, context_length, self._vocabulary_size
             ),
             planner=self._create_planner(message),
-            recorder=Recorder(now, timeline=Timeline() if message.trace else None),
+            recorder=_create_recorder(message, now),
         )
         marks = bool(message.tools) or message.special_text
         text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
@@ -174,6 +173,14 @@ class Admission:
             raise UsageError(
                 f"token {max(prompt)} is not in the vocabulary of {self._vocabulary_size}"
             )
+
+
+def _create_recorder(message: Generate, now: float) -> Recorder:
+    if not message.trace:
+        return Recorder(now)
+    from orchestrator.telemetry.timeline import Timeline  # noqa: PLC0415
+
+    return Recorder(now, timeline=Timeline())
 
 
 def share_of(peer: bytes, message: Generate) -> tuple[str, int]:

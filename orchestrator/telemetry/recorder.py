@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
-from orchestrator.telemetry.timeline import Timeline
 from protocol.messages import (
     HISTOGRAM_BOUNDS_MS,
     DraftTree,
@@ -22,6 +21,9 @@ from protocol.messages import (
     TokenOrigin,
     VerificationOutcome,
 )
+
+if TYPE_CHECKING:
+    from orchestrator.telemetry.timeline import Timeline
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Recorder:
     ranks: Counter[int] = field(default_factory=Counter)
     was_suspended: bool = False
     """True if its place was given away since the last token: the next interval does not count."""
-    timeline: Timeline | None = None
+    timeline: "Timeline | None" = None
     """Events of each process, if the client asked for them."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
