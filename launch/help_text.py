@@ -127,7 +127,6 @@ _WORDS = {
     "--max-tokens": "Longest answer in tokens.",
     "--min-p": "Keep tokens at least this likely relative to the best; 0 is off.",
     "--minutes": "Duration in minutes.",
-    "--mode": "ar: plain decoding; sd: draft, then verify; ssd: both at once.",
     "--modes": "Modes to compare, comma-separated.",
     "--prefill-step-size": "Most prompt tokens per prefill chunk.",
     "--repeats": "Measurements of each.",

@@ -3,20 +3,24 @@
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 import msgspec
 
 from launch.prompts import Prompt, read_prompts
 from launch.settings.flags import Command, Option
-from launch.settings.options import sampling_options, settings_of, stack_options
+from launch.settings.options import (
+    conversation_options,
+    sampling_options,
+    settings_of,
+    stack_options,
+)
 from launch.settings.sampling import SamplingChoice, take_sampling_choice
-from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console, generate
 from protocol.errors import UsageError
-from protocol.messages import MAX_NODES, Generate, Mode
+from protocol.messages import MAX_NODES, Generate
 
 _prompt = partial(click.option, cls=Option, group="Prompt")
 _answer = partial(click.option, cls=Option, group="Answer")
@@ -66,41 +70,20 @@ _NOT_HERE = {
 @click.argument("text", required=False, metavar="[PROMPT]")
 @_prompt("-p", "--prompt", help="The prompt; - reads standard input.")
 @_prompt("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: id, prompt.")
-@_prompt("--system-prompt", default="", help="System prompt.")
 @_prompt("--prefill-response", default="", metavar="TEXT", help="Beginning of the answer.")
 @_prompt("--ignore-chat-template", is_flag=True, help="Continue the prompt as it is.")
 @_prompt("--chat-template-config", metavar="JSON", help="Variables of the chat template.")
-@_prompt(
-    "-m",
-    "--max-tokens",
-    type=click.IntRange(min=0),
-    default=256,
-    show_default=True,
-    help="Longest answer in tokens; 0: no limit but the context.",
-)
 @_prompt("--stop", multiple=True, help="End before this text (repeatable).")
+@conversation_options(max_tokens=256)
 @sampling_options()
 @_answer("--stats", is_flag=True, help="Print statistics after each answer.")
 @_answer("--explain", is_flag=True, help="Explain what was chosen and why.")
-@_answer("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
 @_answer("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @_answer(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     metavar="FILE",
     help="Write a trace for Perfetto or chrome://tracing.",
-)
-@_answer(
-    "--name", default=DEFAULT_NAME, show_default=True, help="Attach to this stack if it is running."
-)
-@_answer("-v", "--verbose", is_flag=True, help="Show processes as they start.")
-@_speculation("--mode", type=click.Choice(get_args(Mode)), default="ssd", show_default=True)
-@_speculation(
-    "--num-draft-tokens",
-    type=click.IntRange(0, 64),
-    default=0,
-    show_default=True,
-    help="Draft tokens per round; 0 leaves it to the planner.",
 )
 @_speculation(
     "--branches",

@@ -9,9 +9,10 @@ import msgspec
 
 from launch.settings.flags import Option, more_settings, read_more
 from launch.settings.settings import BackendChoice, StackSettings, stack_settings
+from launch.stack.run_dir import DEFAULT_NAME
 from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
-from protocol.messages import Acceptance, Sampling
+from protocol.messages import Acceptance, Mode, Sampling
 from protocol.settings import RANK_BACKENDS, LogLevel
 from protocol.validation import describe
 
@@ -145,6 +146,28 @@ def _model_options() -> Callable[[F], F]:
         _setting("--draft-server-key", "The server's public key, or its name in `ssd keys`.",
                  metavar="KEY"),
     )  # fmt: skip
+
+
+def conversation_options(*, max_tokens: int) -> Callable[[F], F]:
+    """Add the options of `ssd generate` and `ssd chat`; `max_tokens` is the default."""
+    return _all_of(_group(
+        "Prompt",
+        _flag("--system-prompt", default="", help="System prompt."),
+        _flag("-m", "--max-tokens", type=click.IntRange(min=0), default=max_tokens,
+              show_default=True, help="Longest answer in tokens; 0: no limit but the context."),
+    ), _group(
+        "Answer",
+        _flag("--show-draft", is_flag=True, help="Colour tokens by where they came from."),
+        _flag("--name", default=DEFAULT_NAME, show_default=True,
+              help="Attach to this stack if it is running."),
+        _flag("-v", "--verbose", is_flag=True, help="Show processes as they start."),
+    ), _group(
+        "Speculation",
+        _flag("--mode", type=click.Choice(get_args(Mode)), default="ssd", show_default=True,
+              help="ar: plain decoding; sd: draft, then verify; ssd: both at once."),
+        _flag("--num-draft-tokens", type=click.IntRange(0, 64), default=0, show_default=True,
+              help="Draft tokens per round; 0 leaves it to the planner."),
+    ))  # fmt: skip
 
 
 def _rank_options() -> Callable[[F], F]:
