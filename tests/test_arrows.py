@@ -190,7 +190,7 @@ ASKED_FOR = {
     "services.gateway.task": {"services.gateway.answer_grammar"},
     "services.gateway.transcript": {"services.gateway.tools"},
     "services.gateway.turns": {"services.gateway.tools"},
-    "services.sampling.candidates": {"protocol.decoding.rejection"},
+    "services.drafter.backends.growth": {"protocol.decoding.rejection"},
     "services.verifier.acceptance": {"protocol.decoding.rejection"},
     "services.verifier.feature_source": {"services.mlx.taps", "services.verifier.feature_log"},
     "services.verifier.main": {"services.coreml", "services.verifier.prefix_cache_file"},
@@ -286,11 +286,8 @@ BATCH = "services.engine.batch"
 KERNELS_KNOW = (BATCH, "services.kernels", "services.mlx", "services.runtime.preparation")
 # Pairs of rooms that import each other. The list only becomes shorter.
 MUTUAL = {
-    ("drafter", "runtime"),
-    ("drafter", "sampling"),
     ("kernels", "mlx"),
     ("ranks", "verifier"),
-    ("runtime", "verifier"),
 }
 
 

@@ -6,14 +6,15 @@ one. Until then a model computes as it was loaded. A stage that changes no compu
 between two rounds of a service that is never idle.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from protocol.decoding.grammar import load_tokenizer
-from protocol.errors import BackendLost
+from protocol.errors import BackendLost, NotNumbers
 from protocol.messages import PreparationState
 
 _log = logging.getLogger(__name__)
@@ -98,3 +99,12 @@ class Preparer:
             return False
         self._done, self._steps, self._stage_s = self._done + 1, None, 0.0
         return True
+
+
+@contextlib.contextmanager
+def unless_broken() -> Iterator[None]:
+    """Leave out warm-up passes of a model whose logits are NaN; its requests report the error."""
+    try:
+        yield
+    except NotNumbers as error:
+        _log.warning("not warmed up: %s", error)

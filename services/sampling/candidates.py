@@ -1,4 +1,4 @@
-"""Top candidates of each row of a drafter's logits, and the draft tokens chosen from them."""
+"""Top candidates of each row of a drafter's logits, and their order under sampling noise."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from protocol.decoding.sampler import Floats, Ids, score_candidates
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
-from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.kernels.cpu.best import find_best
 
 SAMPLED_WIDTH = 64
@@ -170,51 +169,3 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     """Return the ids of `rank_bonuses`."""
     best: Ids = rank_bonuses(top, position, sampling).ids[0]
     return best
-
-
-def name_candidates(
-    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
-) -> list[list[DraftedToken]]:
-    """Choose tokens as `draft_tokens` does, with the next best guesses as siblings of each.
-
-    Drawn tokens have no siblings, so none may be requested under the rejection rule.
-    """
-    if not turn.siblings:
-        return [[draft] for draft in draft_tokens(top, positions, sampling, turn)]
-    ranked = perturb(top, [position + turn.shift for position in positions], sampling)
-    named = []
-    for row, tokens in enumerate(ranked.ids[:, : 1 + turn.siblings].tolist()):
-        pairs = list(zip(tokens, ranked.confidences(row, len(tokens)), strict=True))
-        likely = [DraftedToken(*pair) for pair in pairs[1:] if pair[1] > 0.0]
-        named.append([DraftedToken(*pairs[0]), *likely])
-    return named
-
-
-def draft_tokens(
-    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
-) -> list[DraftedToken]:
-    """Return the draft token after each row: a guess of the target's, or one drawn.
-
-    Args:
-        top: the candidates.
-        positions: [rows] the position that the draft token will have among the backend's tokens.
-        sampling: the drafter's (`sampling_params.drafter_sampling`).
-        turn: the round that drafts, for the draw.
-    """
-    positions = [position + turn.shift for position in positions]
-    if not uses_rejection(sampling):
-        ranked = perturb(top, positions, sampling)
-        return [
-            DraftedToken(token, ranked.confidences(row, 1)[0])
-            for row, token in enumerate(ranked.ids[:, 0].tolist())
-        ]
-    # Of the rejection rule alone.
-    from protocol.decoding import rejection  # noqa: PLC0415
-
-    drafted = []
-    for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
-        q = rejection.drafter_distribution(ids, logits, sampling, turn.held_back)
-        token = rejection.draw_draft_token(q, position, sampling, turn.number)
-        sent = rejection.to_message(q)
-        drafted.append(DraftedToken(token, float(q.probabilities.max()), sent))
-    return drafted

@@ -1,16 +1,27 @@
-"""Time passes over few tokens, as the planner's initial estimates.
+"""Passes that prepare a verifier: first ones of every shape on a GPU, and timed ones.
 
-Without them the planner assumes the cost of a further token, and tries only lengths that look
-worthwhile under that assumption.
+A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
+times as long and misleads the planner's estimates. Without times the planner assumes the cost of a
+further token, and tries only lengths that look worthwhile under that assumption.
 """
 
 import logging
 import time
 
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
 from protocol.errors import RuntimeFailure
-from protocol.messages import Parents, PassTimes
-from services.runtime.preparation import Steps
-from services.verifier.trial_sequence import TrialSequence
+from protocol.messages import (
+    CloseSequence,
+    OpenSequence,
+    Parents,
+    PassTimes,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from services.runtime.preparation import Steps, unless_broken
+from services.runtime.sequence_table import TRIAL_SEQUENCE
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -25,6 +36,77 @@ _BUDGET_S = 0.6
 """After this time in passes no further one starts; the first one always does."""
 _MANY, _DEAR = 8, 3.0
 """Larger passes are not measured if this many rows take this many times as long as one."""
+_SHORTEST_MS = 1e-3
+_WARM_PROMPT = list(range(1, 17))
+_LONGEST = 8
+"""Longest warmed-up chain of draft tokens; longer ones are rare."""
+_LONG_PROMPT = [token % 16 for token in range(640)]
+"""A prompt of common length; passes of all sizes are computed after it, traced or not."""
+
+
+class TrialSequence:
+    """Verifies chains and trees of a given shape with arbitrary tokens.
+
+    The verifier drops it when it is asked for anything else; the next pass then opens it again.
+
+    Args:
+        verifier: has no other work during a pass.
+        drafter_idle: as in `Verify`.
+    """
+
+    def __init__(self, verifier: Verifier, *, drafter_idle: bool = False) -> None:
+        self._verifier, self._drafter_idle = verifier, drafter_idle
+        self._position = self._round = 0
+        self._prompt: Tokens = []
+
+    def open(self, prompt: Tokens) -> None:
+        """Open the sequence, or reopen it, with this text."""
+        self._prompt, self._position = prompt, len(prompt)
+        opening = OpenSequence(sequence=TRIAL_SEQUENCE, tokens=prompt, sampling=Sampling())
+        for _ in self._verifier.handle(opening):
+            pass
+
+    def verify(self, parents: Parents) -> float:
+        """Verify a pending token and the draft tokens after it; returns milliseconds."""
+        if not self._verifier.has_open(TRIAL_SEQUENCE):
+            self.open(self._prompt)
+        self._round += 1
+        message = Verify(
+            sequence=TRIAL_SEQUENCE,
+            round=self._round,
+            position=self._position,
+            nodes=list(range(1 + len(parents))),
+            parents=parents,
+            drafter_idle=self._drafter_idle,
+        )
+        taken_ms = _SHORTEST_MS
+        for answer in self._verifier.handle(message):
+            if isinstance(answer, VerificationOutcome):
+                self._position += answer.accepted + 1
+                taken_ms = max(taken_ms, answer.verify_ms)
+        return taken_ms
+
+    def close(self) -> None:
+        """Close the sequence; the prefix cache may keep its tokens."""
+        for _ in self._verifier.handle(CloseSequence(sequence=TRIAL_SEQUENCE)):
+            pass
+
+
+def warm_verifier(verifier: Verifier) -> Steps[None]:
+    """Prefill and verify a chain of each length; after a long prompt all sizes, and trees."""
+    trial = TrialSequence(verifier)
+    with unless_broken():
+        for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
+            trial.open(_WARM_PROMPT)
+            trial.verify(list(range(drafted)))
+            yield
+        if verifier.takes_trees:
+            trial.open(_LONG_PROMPT)
+            chains = [list(range(rows - 1)) for rows in CHAIN_ROWS]
+            for parents in [*chains, *([0] * (rows - 1) for rows in TREE_ROWS)]:
+                yield
+                trial.verify(parents)
+    trial.close()
 
 
 def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> Steps[PassTimes]:

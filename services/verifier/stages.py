@@ -10,8 +10,7 @@ from services.kernels.metal.choice import use_kernels
 from services.mlx.loader import compute_unit
 from services.runtime.loop import Identity
 from services.runtime.preparation import Stage, Steps, tokenizer_stage
-from services.runtime.warmup import warm_verifier
-from services.verifier.pass_times import measure_passes
+from services.verifier.pass_times import measure_passes, warm_verifier
 from services.verifier.target_model import Improvement, list_improvements
 from services.verifier.verifier import Verifier
 

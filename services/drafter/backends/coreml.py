@@ -32,8 +32,9 @@ from services.drafter.backends.base import (
     TreeLayer,
     to_layer,
 )
+from services.drafter.backends.growth import draft_tokens
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import Top, best_bonuses, draft_tokens, process_candidates
+from services.sampling.candidates import Top, best_bonuses, process_candidates
 
 
 @dataclass

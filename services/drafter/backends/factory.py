@@ -59,9 +59,9 @@ def _create_mlx(
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+    from services.drafter.backends.warmup import warm_drafter  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
-    from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
     prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
@@ -80,8 +80,8 @@ def _create_head(
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.head.loading import load_head  # noqa: PLC0415
+    from services.drafter.backends.warmup import warm_drafter  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
-    from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
     unit = bind(settings.device)
     backend = load_head(

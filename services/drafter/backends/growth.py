@@ -1,10 +1,14 @@
 """How a tree grows at a drafter: the order of feeding, and the growth of branches. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from protocol.decoding.sampling_params import uses_rejection
 from protocol.decoding.token_tree import TokenTree
+from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.mlx_tree import Bud
+from services.sampling.candidates import Top, perturb
 
 
 class Layout(NamedTuple):
@@ -100,3 +104,51 @@ def begin_tips(outcomes: list[Outcome], places: list[Bud]) -> list[Tip]:
         Tip(bonus, places[row].parent, places[row].fork, place)
         for place, (row, bonus) in enumerate(outcomes)
     ]
+
+
+def name_candidates(
+    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
+) -> list[list[DraftedToken]]:
+    """Choose tokens as `draft_tokens` does, with the next best guesses as siblings of each.
+
+    Drawn tokens have no siblings, so none may be requested under the rejection rule.
+    """
+    if not turn.siblings:
+        return [[draft] for draft in draft_tokens(top, positions, sampling, turn)]
+    ranked = perturb(top, [position + turn.shift for position in positions], sampling)
+    named = []
+    for row, tokens in enumerate(ranked.ids[:, : 1 + turn.siblings].tolist()):
+        pairs = list(zip(tokens, ranked.confidences(row, len(tokens)), strict=True))
+        likely = [DraftedToken(*pair) for pair in pairs[1:] if pair[1] > 0.0]
+        named.append([DraftedToken(*pairs[0]), *likely])
+    return named
+
+
+def draft_tokens(
+    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
+) -> list[DraftedToken]:
+    """Return the draft token after each row: a guess of the target's, or one drawn.
+
+    Args:
+        top: the candidates.
+        positions: [rows] the position that the draft token will have among the backend's tokens.
+        sampling: the drafter's (`sampling_params.drafter_sampling`).
+        turn: the round that drafts, for the draw.
+    """
+    positions = [position + turn.shift for position in positions]
+    if not uses_rejection(sampling):
+        ranked = perturb(top, positions, sampling)
+        return [
+            DraftedToken(token, ranked.confidences(row, 1)[0])
+            for row, token in enumerate(ranked.ids[:, 0].tolist())
+        ]
+    # Of the rejection rule alone.
+    from protocol.decoding import rejection  # noqa: PLC0415
+
+    drafted = []
+    for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
+        q = rejection.drafter_distribution(ids, logits, sampling, turn.held_back)
+        token = rejection.draw_draft_token(q, position, sampling, turn.number)
+        sent = rejection.to_message(q)
+        drafted.append(DraftedToken(token, float(q.probabilities.max()), sent))
+    return drafted

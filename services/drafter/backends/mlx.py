@@ -40,7 +40,14 @@ from services.drafter.backends.base import (
     TreeLayer,
     to_layer,
 )
-from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
+from services.drafter.backends.growth import (
+    Tip,
+    begin_tips,
+    draft_tokens,
+    grow_layer,
+    lay_out,
+    name_candidates,
+)
 from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
@@ -62,7 +69,7 @@ from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope
 from services.runtime.preparation import Steps
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check_rewind
-from services.sampling.candidates import Top, draft_tokens, name_candidates
+from services.sampling.candidates import Top
 from services.sampling.device import best_of
 
 

@@ -6,7 +6,8 @@ import pytest
 from protocol.decoding.gumbel import gumbel
 from protocol.messages import Sampling
 from services.drafter.backends.base import RoundOptions
-from services.sampling.candidates import best_of, name_candidates, perturb
+from services.drafter.backends.growth import name_candidates
+from services.sampling.candidates import best_of, perturb
 
 VOCABULARY, ROWS = 40, 6000
 OPTIONS = RoundOptions(siblings=3)

@@ -28,7 +28,7 @@ from services.drafter.backends.base import (
     Rows,
     TreeLayer,
 )
-from services.drafter.backends.growth import Tip, begin_tips, grow_layer
+from services.drafter.backends.growth import Tip, begin_tips, grow_layer, name_candidates
 from services.drafter.backends.head.branches import Branch, Growth, extend, follow, pad_ended, rate
 from services.drafter.backends.head.dflash import BlockHead, Context
 from services.drafter.backends.head.recurrent import WINDOW
@@ -39,7 +39,7 @@ from services.kernels.register import kernels
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import Top, name_candidates, rank_bonuses
+from services.sampling.candidates import Top, rank_bonuses
 from services.sampling.device import best_of
 
 _SAMPLED_WIDTH = 64

@@ -12,9 +12,10 @@ from protocol.errors import NotNumbers
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
+from services.drafter.backends.warmup import warm_drafter
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
-from services.runtime.warmup import warm_drafter, warm_verifier
+from services.verifier.pass_times import warm_verifier
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
 from tests.support.reference import tiny_folder

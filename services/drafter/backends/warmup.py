@@ -1,31 +1,18 @@
-"""Warm-up: the first forward pass of every shape, before a request needs it.
+"""Warm-up: the first passes of every shape of a drafter, before a request needs it.
 
 A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
 times as long and misleads the planner's estimates.
-
-A model whose logits are NaN is not warmed up; its requests report the error.
 """
 
-import contextlib
-import logging
-from collections.abc import Iterator
-
-from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS, read_tree
-from protocol.errors import NotNumbers
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import Sampling
 from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
-from services.runtime.preparation import Steps
+from services.runtime.preparation import Steps, unless_broken
 from services.runtime.sequence_table import TRIAL_SEQUENCE
-from services.verifier.trial_sequence import TrialSequence
-from services.verifier.verifier import Verifier
-
-_log = logging.getLogger(__name__)
 
 _PROMPT = list(range(1, 17))
-_LONGEST = 8
-"""Longest warmed-up chain of draft tokens; longer ones are rare."""
 _LONG_PROMPT = [token % 16 for token in range(640)]
-"""A prompt of common length; passes of all sizes are computed after it, traced or not."""
+"""A prompt of common length, traced or not."""
 _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (
@@ -35,34 +22,9 @@ _OPTIONS = (
 """Chains and trees."""
 
 
-@contextlib.contextmanager
-def _unless_broken() -> Iterator[None]:
-    try:
-        yield
-    except NotNumbers as error:
-        _log.warning("not warmed up: %s", error)
-
-
-def warm_verifier(verifier: Verifier) -> Steps[None]:
-    """Prefill and verify a chain of each length; after a long prompt all sizes, and trees."""
-    trial = TrialSequence(verifier)
-    with _unless_broken():
-        for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
-            trial.open(_PROMPT)
-            trial.verify(list(range(drafted)))
-            yield
-        if verifier.takes_trees:
-            trial.open(_LONG_PROMPT)
-            chains = [list(range(rows - 1)) for rows in CHAIN_ROWS]
-            for parents in [*chains, *([0] * (rows - 1) for rows in TREE_ROWS)]:
-                yield
-                trial.verify(parents)
-    trial.close()
-
-
 def warm_drafter(backend: DraftBackend) -> Steps[None]:
     """Prefill, prepare branches for a chain of each length, and draft; then again with noise."""
-    with _unless_broken():
+    with unless_broken():
         yield from _warm_branches(backend)
     backend.close(TRIAL_SEQUENCE)
 
