@@ -27,13 +27,14 @@ from services.gateway.dialects.openai import (
     SamplingFields,
     Stop,
     ToolChoice,
-    choose_functions,
+    choose_tools,
     continue_answer,
     describe_call,
     list_stops,
     normalise_effort,
     read_drafting,
     read_sampling,
+    read_schema,
     system_first,
 )
 from services.gateway.errors import invalid, refuse_value
@@ -262,25 +263,11 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
     choice: Any = request.tool_choice
     if choice is None and isinstance(request.function_call, ToolChoice):
         choice = ToolChoice(type="function", function=request.function_call)
-    match choice or request.function_call:
-        case "none" | ToolChoice(type="none"):
-            return [], False
-        case "required" | "any" | ToolChoice(type="required" | "any"):
-            return functions, True
-        case "auto" | ToolChoice(type="auto"):
-            return functions, False
-        case ToolChoice(allowed_tools=ToolChoice(mode=mode, tools=tools)):
-            names = [name for t in tools if (name := t.name or (t.function and t.function.name))]
-            return choose_functions(functions, names, "tool_choice"), mode == "required"
-        case (
-            ToolChoice(function=ToolChoice(name=str(name)))
-            | ToolChoice(type="function", name=str(name))
-        ):
-            return choose_functions(functions, [name], "tool_choice"), True
-        case ToolChoice(type=kind):
-            raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
-        case _:
-            return functions, False
+    return choose_tools(functions, choice or request.function_call, _name_choice)
+
+
+def _name_choice(choice: ToolChoice) -> str:
+    return choice.name or (choice.function and choice.function.name) or ""
 
 
 def _list_functions(tools: list[Tool], unknown: list[str]) -> Iterator[FunctionFields]:
@@ -302,15 +289,11 @@ def _read_function(fields: FunctionFields) -> ToolFunction:
 
 
 def _read_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
         return None
     named = wanted.json_schema.schema if wanted.json_schema else None
     schema = wanted.schema if named is None else named
-    if wanted.type == "json_object":
-        return schema or {"type": "object"}
-    if schema is None:
-        raise refuse_value("response_format", "json_schema is missing")
-    return schema
+    return read_schema(wanted.type, schema, "response_format")
 
 
 def _read_thinking(request: ChatRequest) -> Thinking:

@@ -1,6 +1,7 @@
 """Shared by OpenAI's three APIs: fields of requests, tools, and the figures of answers."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -134,6 +135,51 @@ def read_drafting(fields: SamplingFields) -> dict[str, Any]:
 def list_stops(stop: str | list[str] | None) -> list[str]:
     """Return the stop strings without empty ones."""
     return [string for string in ([stop] if isinstance(stop, str) else stop or []) if string]
+
+
+def choose_tools(
+    functions: list[ToolFunction],
+    choice: str | ToolChoice | None,
+    name: Callable[[ToolChoice], str],
+) -> tuple[list[ToolFunction], bool]:
+    """Return the functions that may be called, and whether one of them must be.
+
+    Args:
+        functions: all of them.
+        choice: the client's; None leaves it to the model.
+        name: names the tool of a choice.
+
+    Raises:
+        ApiError: there is no such tool, or no such kind of choice.
+    """
+    match choice:
+        case "none" | ToolChoice(type="none"):
+            return [], False
+        case "required" | "any" | ToolChoice(type="required" | "any"):
+            return functions, True
+        case str() | None | ToolChoice(type="auto"):
+            return functions, False
+        case ToolChoice(allowed_tools=ToolChoice() as allowed):
+            pass
+        case ToolChoice(type="allowed_tools") as allowed:
+            pass
+        case ToolChoice(type="function" | "custom") | ToolChoice(function=ToolChoice()):
+            return choose_functions(functions, [name(choice)], "tool_choice"), True
+        case ToolChoice(type=kind):
+            raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
+    names = [called for tool in allowed.tools if (called := name(tool))]
+    return choose_functions(functions, names, "tool_choice"), allowed.mode == "required"
+
+
+def read_schema(kind: str, schema: dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    """Return the schema of an answer of this kind of format; None allows any text."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return schema or {"type": "object"}
+    if schema is None:
+        raise refuse_value(param, "the schema is missing")
+    return schema
 
 
 def choose_functions(

@@ -16,16 +16,16 @@ from services.gateway.dialects.openai import (
     Fields,
     SamplingFields,
     ToolChoice,
-    choose_functions,
+    choose_tools,
     list_stops,
     normalise_effort,
     read_drafting,
     read_sampling,
+    read_schema,
     system_first,
 )
 from services.gateway.errors import ApiError, invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
-from services.gateway.tools.calls import ToolFunction
 
 
 class TextFormat(Fields, frozen=True, kw_only=True):
@@ -84,8 +84,10 @@ def parse_responses(
         raise refuse_value(
             where, "nothing is stored on this server but responses: use previous_response_id"
         )
-    functions, must_call = _choose_tools(request, unknown)
+    functions = read_tools(_list_tools(request), unknown)
+    functions, must_call = choose_tools(functions, request.tool_choice, _full_name)
     reasoning = request.reasoning or ReasoningConfig()
+    form = (request.text or TextConfig()).format or TextFormat()
     task = Task(
         prompts=[PromptInput(messages=_read_input(request, conversations, unknown))],
         model=request.model,
@@ -95,7 +97,7 @@ def parse_responses(
         functions=functions,
         must_call=must_call,
         one_call=request.parallel_tool_calls is False,
-        schema=_read_schema(request.text),
+        schema=read_schema(form.type, form.schema, "text.format"),
         thinking=Thinking(effort=normalise_effort(reasoning.effort)),
         stream=bool(request.stream),
         unknown=unknown,
@@ -136,27 +138,6 @@ def _list_items(request: ResponsesRequest) -> list[Part]:
     return [item if isinstance(item, dict) else {"content": item} for item in items]
 
 
-def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
-    """Return the functions that may be called, and whether one of them must be."""
-    functions = read_tools(_list_tools(request), unknown)
-    match request.tool_choice:
-        case "none":
-            return [], False
-        case "required" | "any":
-            return functions, True
-        case ToolChoice(type="allowed_tools", mode=mode, tools=tools):
-            names = [_full_name(tool) for tool in tools if tool.name]
-            return choose_functions(functions, names, "tool_choice"), mode == "required"
-        case ToolChoice(type="function" | "custom"):
-            return choose_functions(
-                functions, [_full_name(request.tool_choice)], "tool_choice"
-            ), True
-        case ToolChoice(type=kind):
-            raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
-        case _:
-            return functions, False
-
-
 def _full_name(chosen: ToolChoice) -> str:
     return join_name(chosen.namespace, chosen.name)
 
@@ -168,16 +149,3 @@ def _list_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
         if item.get("type") in TOOL_ITEMS and isinstance(item.get("tools"), list):
             tools += [tool for tool in item["tools"] if isinstance(tool, dict)]
     return tools
-
-
-def _read_schema(text: TextConfig | None) -> dict[str, Any] | None:
-    wanted = text.format if text else None
-    match wanted.type if wanted else "text":
-        case "json_object":
-            return (wanted.schema if wanted else None) or {"type": "object"}
-        case "json_schema":
-            if wanted is None or wanted.schema is None:
-                raise refuse_value("text.format", "the schema is missing")
-            return wanted.schema
-        case _:
-            return None
