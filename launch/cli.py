@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from launch import help_text, signals
+from launch import signals
+from launch.settings.flags import Group
 from launch.terminal import console
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.version import DISTRIBUTION, VERSION
@@ -40,7 +41,7 @@ _COMMANDS = {
 """Location of each command in `launch.commands`: the module, and its name there."""
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     """Imports a command on demand: most runs need one, and all take half a second."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,14 +52,12 @@ class _Commands(click.Group):
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
             module, name = _COMMANDS[cmd_name]
             command = getattr(importlib.import_module(f"launch.commands.{module}"), name)
-            help_text.complete(command, cmd_name)
             self.add_command(command, cmd_name)
         return super().get_command(ctx, cmd_name)
 
 
 @click.group(
     cls=_Commands,
-    epilog=help_text.EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(VERSION, prog_name=DISTRIBUTION)

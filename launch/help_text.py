@@ -146,28 +146,24 @@ Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
 
 
 def complete(command: click.Command, name: str) -> None:
-    """Add examples to a command and its subcommands, and a text to each flag without one."""
-    for called, subcommand in ((name, command), *_below(command, f"{name} ")):
-        if called in _EXAMPLES and not subcommand.epilog:
-            subcommand.epilog = _format_examples(_EXAMPLES[called])
-        for option in subcommand.params:
-            if isinstance(option, click.Option) and not option.help:
-                option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
+    """Add examples to the command of this name, and a text to each flag without one."""
+    if name in _EXAMPLES and not command.epilog:
+        command.epilog = _format_examples(_EXAMPLES[name]) + ("" if name else _LAST)
+    for option in command.params:
+        if isinstance(option, click.Option) and not option.help:
+            option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
 
 
-def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+def commands(group: click.Command, above: str = "") -> Iterator[tuple[str, click.Command]]:
     """Yield all commands with the words to type for them, including those in groups."""
-    return _below(group, "")
-
-
-def _below(command: click.Command, above: str) -> Iterator[tuple[str, click.Command]]:
-    if not isinstance(command, click.Group):
+    if not isinstance(group, click.Group):
         return
-    context = click.Context(command)
-    for name in command.list_commands(context):
-        if (subcommand := command.get_command(context, name)) is not None:
-            yield f"{above}{name}", subcommand
-            yield from _below(subcommand, f"{above}{name} ")
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        if (command := group.get_command(context, name)) is not None:
+            complete(command, f"{above}{name}")
+            yield f"{above}{name}", command
+            yield from commands(command, f"{above}{name} ")
 
 
 def _format_examples(pairs: list[tuple[str, str]]) -> str:
@@ -178,7 +174,3 @@ def _format_examples(pairs: list[tuple[str, str]]) -> str:
         lines = [f"  {command}\n      {what}" for command, what in pairs]
     # \b keeps click from joining the lines.
     return "\b\nExamples:\n" + "\n".join(lines)
-
-
-EPILOG = _format_examples(_EXAMPLES[""]) + _LAST
-"""The epilog of `ssd --help`."""

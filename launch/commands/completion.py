@@ -3,6 +3,7 @@
 import click
 from click.shell_completion import get_completion_class
 
+from launch.settings.flags import Command
 from launch.terminal import console
 from protocol.errors import UsageError
 
@@ -11,7 +12,7 @@ _VARIABLE = "_SSD_COMPLETE"
 """Variable by which the shell's script asks; click answers it in `cli.main`."""
 
 
-@click.command("completion")
+@click.command("completion", cls=Command)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:

@@ -13,7 +13,7 @@ from launch.models.coreml_facts import source_of
 from launch.models.coreml_models import default_conversion_dir
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
-from launch.settings.flags import more_settings, read_more
+from launch.settings.flags import Command, more_settings, read_more
 from launch.settings.machine import compute_threads
 from launch.settings.options import settings_from_flags
 from launch.stack.child import Lifeline
@@ -46,7 +46,7 @@ MORE = (
 """Settings of a conversion without a flag: `protocol.jobs.convert.ConvertSettings`."""
 
 
-@click.command("convert")
+@click.command("convert", cls=Command)
 @click.option("--model", required=True, help="Llama-type model: folder or hub name.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Output folder.  [default: MODEL-coreml]"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
-from launch.settings.flags import more_settings, read_more
+from launch.settings.flags import Command, more_settings, read_more
 from launch.settings.options import options_of, settings_from_flags
 from launch.stack.child import Lifeline
 from launch.terminal import console
@@ -35,7 +35,7 @@ MORE = (
 """Settings of a run without a flag: see `protocol.settings.DistillSettings`."""
 
 
-@click.command("distill")
+@click.command("distill", cls=Command)
 @click.option("--target", required=True, help="Target model: folder or hub name.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the run and the drafter.")
 @click.option("--evaluate", help="Evaluate this drafter instead of training one.")

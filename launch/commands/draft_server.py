@@ -8,6 +8,7 @@ import click
 from launch.keyring import check_address, own_keys, public_key
 from launch.models.hub import resolve
 from launch.models.pair import drafter_folder
+from launch.settings.flags import Command
 from launch.settings.machine import compute_threads, module_command
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
@@ -18,7 +19,7 @@ from protocol.settings import (
 )
 
 
-@click.command("draft-server")
+@click.command("draft-server", cls=Command)
 @click.option("--stdio", is_flag=True, help="Serve standard input and output.")
 @click.option("--lines", is_flag=True, help="Speak the line protocol.")
 @click.option(

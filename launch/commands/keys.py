@@ -6,11 +6,12 @@ import click
 
 from launch import keyring
 from launch.keyring import DEFAULT_KEY
+from launch.settings.flags import Group
 from launch.terminal import console
 from protocol.transport.curve import read_keys
 
 
-@click.group("keys")
+@click.group("keys", cls=Group)
 def command() -> None:
     """Make, show and trust keys for drafters on other machines."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from launch.settings.flags import Command
 from launch.stack.log_file import LogFile, format_line, parse_line
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.terminal import console
@@ -19,7 +20,7 @@ def _reaches_level(line: str, level: str) -> bool:
     return line_level not in _LEVELS or _LEVELS.index(line_level) >= _LEVELS.index(level)
 
 
-@click.command("logs")
+@click.command("logs", cls=Command)
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 @click.option("--role", multiple=True, help="Only this process (repeatable).")
 @click.option("--level", type=click.Choice(_LEVELS), default="debug", help="This level and above.")

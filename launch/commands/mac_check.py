@@ -20,6 +20,7 @@ from launch.models.coreml_models import find_converted, require_converted
 from launch.models.default_pair import default_drafter
 from launch.models.hub import resolve
 from launch.models.pair import pair_of
+from launch.settings.flags import Command
 from launch.settings.settings import StackSettings
 from launch.stack.child import Lifeline
 from launch.stack.prepared import await_prepared
@@ -53,7 +54,7 @@ _PREFILL_LOOPS = 12
 """Prompts of all lengths take at most this many times as long as a loop."""
 
 
-@click.command("mac-check")
+@click.command("mac-check", cls=Command)
 @click.option("--model", help="Converted draft model, or a model with its conversion next to it.")
 @click.option("--target", help="Target model: folder or hub name.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),

@@ -22,6 +22,7 @@ from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.models.registry import add_default, add_from_registry, read_registry
 from launch.models.weights import bytes_on_cpu
+from launch.settings.flags import Group
 from launch.settings.machine import compute_threads
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
@@ -31,7 +32,7 @@ from protocol.errors import UsageError
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.group("models")
+@click.group("models", cls=Group)
 def command() -> None:
     """List, fetch, inspect and recommend models."""
 

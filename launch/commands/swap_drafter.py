@@ -6,6 +6,7 @@ import click
 
 from launch.keyring import public_key
 from launch.models.pair import command_of
+from launch.settings.flags import Command
 from launch.settings.settings import BackendChoice, stack_settings
 from launch.stack.control import ask_supervisor
 from launch.stack.orchestrator_link import OrchestratorLink
@@ -22,7 +23,7 @@ _REPORT_EVERY_S = 10.0
 _CHOICES = [name for name in get_args(BackendChoice) if name != "auto"]
 
 
-@click.command("swap-drafter")
+@click.command("swap-drafter", cls=Command)
 @click.option(
     "--draft-backend",
     type=click.Choice(_CHOICES),

@@ -7,6 +7,7 @@ import click
 import msgspec
 from rich.live import Live
 
+from launch.settings.flags import Command
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.snapshot import StackObserver, StackSnapshot
 from launch.terminal import console
@@ -18,7 +19,7 @@ _REMEMBERED = 40
 """Number of speeds in the line of bars."""
 
 
-@click.command("top")
+@click.command("top", cls=Command)
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 @click.option(
     "--once", is_flag=True, help="Print one frame and exit, as when the output is a pipe."

@@ -38,7 +38,18 @@ class Option(click.Option):
             self.metavar = "X"
 
 
-class Command(click.Command):
+class _WithExamples(click.Command):
+    """A command whose examples are read when its help is shown."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the page, with examples and the texts of shared flags."""
+        from launch import help_text  # noqa: PLC0415
+
+        help_text.complete(self, ctx.command_path.partition(" ")[2])
+        return super().get_help(ctx)
+
+
+class Command(_WithExamples):
     """A command whose help has groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -52,6 +63,12 @@ class Command(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+
+
+class Group(_WithExamples, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
 
 
 def more_settings(names: Collection[str], group: str = "Options") -> Callable[[F], F]:
