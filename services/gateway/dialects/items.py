@@ -7,14 +7,13 @@ from msgspec.structs import replace
 
 from protocol.messages import ChatMessage
 from services.gateway.body import check_free_form, to_field_error
+from services.gateway.dialects.blocks import is_opaque, to_text
 from services.gateway.dialects.content import (
     Part,
-    is_opaque,
     join_text,
     name_unknown,
     read_role,
     read_thought,
-    to_text,
 )
 from services.gateway.dialects.openai import Fields, FunctionName, describe_call
 from services.gateway.tools.calls import ToolFunction
