@@ -7,11 +7,12 @@ the model itself. What it is over is said by the spans of its states.
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from protocol.messages import Tokens
+from services.engine.batch import Span
 from services.engine.packing import pack_pass
 from services.engine.pass_handle import (
     AheadPass,
@@ -21,7 +22,9 @@ from services.engine.pass_handle import (
     SubmittedPass,
 )
 from services.engine.pass_memory import PassMemory
+from services.engine.side_by_side import PlainBranches, PlainChain, SideBySide
 from services.engine.slot_table import SlotTable
+from services.engine.traced_forward import TracedForward
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kernels.register import kernels
 from services.kv.branching import BranchingState
@@ -31,18 +34,6 @@ from services.kv.state import SequenceState
 from services.mlx.launching import compute_in_pieces, launch, launch_in_pieces
 
 _log = logging.getLogger(__name__)
-
-
-class TracedPass(Protocol):
-    """Runs passes of traced shapes."""
-
-    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True if the current pass has one; `ahead`: it starts while another is running."""
-        ...
-
-    def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """Compute lazy logits [1, n, head] of the current pass, [1, n] tokens."""
-        ...
 
 
 class ModelRunner:
@@ -58,7 +49,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        traced: TracedPass | None = None,
+        traced: TracedForward | None = None,
         read: Callable[[], ReadRows | None] | None = None,
         memory: PassMemory | None = None,
     ) -> None:
@@ -110,6 +101,23 @@ class ModelRunner:
         handle = SubmittedPass(state=state, new=tokens, begin=begin, inputs=inputs)
         self.run([handle])
         return handle.result()
+
+    def advance(
+        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
+    ) -> SideBySide:
+        """Return passes over rows that advance together, the first of them over this span.
+
+        Args:
+            store: holds their keys and values.
+            span: of branches, or of the next tokens of the trunk.
+            depth: number of passes.
+            is_trunk: True if the row is the trunk.
+        """
+        if self.traced is not None and (span.count == 1 or not is_trunk):
+            rows = self.traced.open(store, span, depth, is_trunk=is_trunk)
+            if rows is not None:
+                return rows
+        return PlainChain(self.model, store) if is_trunk else PlainBranches(self.model, store, span)
 
     def run_ahead(
         self, choice: mx.array, states: Sequence[SequenceState], missing: Sequence[int]

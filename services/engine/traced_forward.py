@@ -1,4 +1,4 @@
-"""The model's forward over a few tokens of one sequence, traced once for each shape.
+"""A model's forward over a few tokens of one sequence, traced once for each shape.
 
 A chain's shape is its number of tokens. A tree, whose size varies from round to round, is padded to
 one of a few sizes; the slots its rows attend to, and their positions, are inputs too. A long chain,
@@ -15,6 +15,7 @@ import mlx.core as mx
 from protocol.decoding.token_tree import read_tree
 from services.engine.batch import Batch, Shape, Span, round_to_traced
 from services.engine.pass_handle import ReservedPass
+from services.engine.side_by_side import TracedRows
 from services.engine.trace import FeatureReader, Replayed, Trace, prefill
 from services.kernels.cuda.blocks import serves_any_length
 from services.kernels.cuda.doorbell import Doorbell
@@ -57,30 +58,46 @@ class TracedForward:
 
     Args:
         model: called on tokens [1, n] and caches.
+        columns: of its logits that are used; None for all.
+        padded: the sizes to which all rows are padded, chains too, in traces that leave buffers to
+            MLX, as a drafter's; None for a target.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._trace = Trace(model)
-        self._shapes: set[Shape] = set()
+    def __init__(
+        self, model: Any, *, columns: int | None = None, padded: tuple[int, ...] | None = None
+    ) -> None:
+        self._trace = Trace(model, columns=columns, writes=padded is None)
+        self._longest_chain = MOST_ROWS if padded is None else 0
+        self.shapes: set[Shape] = set()
         """Shapes traced so far."""
         self._traces_later = serves_any_length(model)
         """True if chains and trees after longer texts are traced on demand."""
         self.singles = Singles(awaited=True, ahead=True)
-        self.tree_rows = TREE_ROWS
+        self.tree_rows = TREE_ROWS if padded is None else padded
         """The sizes of trees in use."""
 
     def pad_rows(self, count: int) -> int:
         """Return the size to which a tree of `count` rows is padded; 0 if it is too large."""
         return next((size for size in self.tree_rows if size >= count), 0)
 
-    def _shape(self, store: KVStore) -> Shape:
-        """Return the shape of the current pass's trace; without rows or slots if it is too large.
+    def _shape(self, store: KVStore, span: Span, depth: int = 1) -> Shape:
+        """Return the shape of the trace of so many passes; without rows or slots if too large.
 
         A pass over a tree is padded.
         """
-        span, forks = store.span, _is_tree(store.span)
+        forks = span.visible is not None or span.count > self._longest_chain
         rows = self.pad_rows(span.count) if forks else span.count
-        return Shape(rows, round_to_traced(max(_count_slots(store), span.start + rows)), forks)
+        end = span.start + span.count * (depth - 1) + rows
+        return Shape(rows, round_to_traced(max(_count_slots(store), end)), forks)
+
+    def open(
+        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
+    ) -> TracedRows | None:
+        """Open passes of rows that advance from this span on; None if their shape is not traced."""
+        shape = self._shape(store, span, depth)
+        if not (_suits(store, span, shape) and self._has(shape)):
+            return None
+        return TracedRows(self._trace, store, span, shape, depth=depth, is_trunk=is_trunk)
 
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
@@ -96,13 +113,13 @@ class TracedForward:
         alone = self.singles.ahead if ahead else self.singles.awaited
         if store.span.count == 1 and not alone:
             return False
-        return self.can_trace(store) and self._has(self._shape(store))
+        return self.can_trace(store) and self._has(self._shape(store, store.span))
 
     def _has(self, shape: Shape) -> bool:
         """Return True if this shape is traced, or can be traced now."""
         longest = shape._replace(slots=TRACED_SLOTS[-1])
-        later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
-        return later or shape in self._shapes
+        later = self._traces_later and shape.slots > longest.slots and longest in self.shapes
+        return later or shape in self.shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
@@ -110,7 +127,7 @@ class TracedForward:
         store.widen(slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
-        self._shapes.add(Shape(rows, slots, forks=False))
+        self.shapes.add(Shape(rows, slots, forks=False))
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace trees that are padded to `rows` rows, and compute one."""
@@ -119,21 +136,18 @@ class TracedForward:
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
         store.append_tree(tree)
         mx.eval(self(mx.array(tree.tokens)[None], store))
-        self._shapes.add(Shape(rows, slots, forks=True))
+        self.shapes.add(Shape(rows, slots, forks=True))
 
     def can_trace(self, store: KVStore) -> bool:
         """Return True if the store's current pass is a chain or a tree in plain slots."""
-        shape = self._shape(store)
-        return min(shape.rows, shape.slots, store.span.start) > 0 and all(
-            type(cache) is SlotCache and cache.window is None for cache in store.caches
-        )
+        return _suits(store, store.span, self._shape(store, store.span))
 
     def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
         """Compute lazy logits [1, n, vocabulary] of `store`'s current pass, [1, n] tokens.
 
         On an idle GPU (not `ahead`), the first layers are launched before the others are submitted.
         """
-        span, shape = store.span, self._shape(store)
+        span, shape = store.span, self._shape(store, store.span)
         store.widen(shape.slots)
         if shape.forks:
             tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
@@ -145,7 +159,7 @@ class TracedForward:
             store.written = replayed.written
         if self._trace.reader is not None and replayed.features is not None:
             self._trace.reader.put(replayed.features[: span.count])
-        if not ahead:
+        if not ahead and self._longest_chain:
             launch_first(store.milestones)
         return replayed.logits[:, : span.count]
 
@@ -196,6 +210,8 @@ def _count_slots(store: KVStore) -> int:
     return 0 if keys is None else keys.shape[2]
 
 
-def _is_tree(span: Span) -> bool:
-    """Return True if the pass over these rows is a tree's."""
-    return span.visible is not None or span.count > MOST_ROWS
+def _suits(store: KVStore, span: Span, shape: Shape) -> bool:
+    """Return True if passes of this shape can go into the store's plain slots."""
+    return min(shape.rows, shape.slots, span.start) > 0 and all(
+        type(cache) is SlotCache and cache.window is None for cache in store.caches
+    )

@@ -118,7 +118,7 @@ class MlxBackend:
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
         self.ahead: DepthsAhead | None = None  # None: every depth is awaited
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
-            self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
+            self.ahead = DepthsAhead(self._runner, self._head_ids, self._head_size)
 
     def try_kernels(self) -> Steps[None]:
         """Let traces use our kernels where that pays."""
@@ -127,7 +127,7 @@ class MlxBackend:
     def trace(self) -> Steps[None]:
         """Trace passes of common shapes; see `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
-            self._runner.traced = yield from self.ahead.trace(store)
+            yield from self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
         """Optimise the model for this device: rotations, weights, joint products."""

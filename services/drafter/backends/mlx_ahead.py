@@ -18,16 +18,11 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
-from services.drafter.backends.mlx_rows import (
-    PlainBranches,
-    PlainChain,
-    SideBySide,
-    TracedPasses,
-    TracedRows,
-)
+from services.drafter.backends.mlx_rows import TracedPasses
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.engine.batch import Span
-from services.engine.pass_memory import PassMemory
+from services.engine.runner import ModelRunner
+from services.engine.side_by_side import SideBySide, TracedRows
 from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.mlx.launching import launch
@@ -51,27 +46,23 @@ class DepthsAhead:
     """Grows branches and drafts on the trunk, a depth ahead of the host.
 
     Args:
-        model: the drafter's.
+        runner: runs the drafter's passes, those that pay from traces.
         head_ids: token ids of a trimmed head's columns.
         head_size: columns that have a token.
-        memory: refuses passes that do not fit.
     """
 
-    def __init__(
-        self, model: Any, head_ids: Ids | None, head_size: int, memory: PassMemory
-    ) -> None:
-        self._model, self._memory, self._size = model, memory, head_size
+    def __init__(self, runner: ModelRunner, head_ids: Ids | None, head_size: int) -> None:
+        self._runner, self._size = runner, head_size
         ids = np.arange(head_size) if head_ids is None else head_ids
         self._ids = mx.array(ids.astype(np.int32))
         self.traced: TracedPasses | None = None
         """Passes of the shapes that are replayed."""
 
-    def trace(self, store: KVStore) -> Steps[TracedPasses]:
+    def trace(self, store: KVStore) -> Steps[None]:
         """Test which passes are faster when replayed; `store` is an empty one."""
-        traced = TracedPasses(self._model, self._size, self._ids)
+        traced = TracedPasses(self._runner.model, self._size, self._ids)
         yield from traced.prepare(lambda: store.fork(0))
-        self.traced = traced
-        return traced
+        self.traced, self._runner.traced = traced, traced.forward
 
     def grow(
         self,
@@ -87,22 +78,23 @@ class DepthsAhead:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
         span = tree.span(buds)
-        traced = self._open_rows(store, span, depth)
-        rows = traced or PlainBranches(self._model, store, span)
+        # One pass more than depths, if there is room.
+        rows = self._runner.advance(store, span, depth + 1)
+        if not isinstance(rows, TracedRows):
+            rows = self._runner.advance(store, span, depth)
         positions = span.own_positions + 1 + options.shift
         rules = _find_rules(trunk.sampling, positions, depth, rows.count)
 
         def launch_depth(at: int, tokens: mx.array) -> _Launched:
-            self._memory.check([(store, count)])
-            logits = rows.feed(tokens)[:, : self._size]
-            return self._choose(logits, 1 + options.siblings, rules[at], trunk.sampling, traced)
+            logits = self._feed(store, rows, tokens, count)
+            return self._choose(logits, 1 + options.siblings, rules[at], trunk.sampling, rows)
 
         tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
         current = launch_depth(0, mx.array(tokens, mx.int32))
         tree.add(buds, current.logits)
         for at in range(1, depth + 1):
             following = (
-                launch_depth(at, current.tokens) if at < depth else _feed_last(current, traced)
+                launch_depth(at, current.tokens) if at < depth else _feed_last(current, rows)
             )
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
             layer, tips = _read_layer(roots, tips, candidates, first, options)
@@ -121,16 +113,14 @@ class DepthsAhead:
         trunk.tree = None
 
         def launch_depth(at: int, tokens: mx.array) -> _Launched:
-            self._memory.check([(store, tokens.size)])
-            logits = rows.feed(tokens)[-1:, : self._size]
-            return self._choose(logits, 1, rules[at], trunk.sampling, traced)
+            logits = self._feed(store, rows, tokens, tokens.size)[-1:]
+            return self._choose(logits, 1, rules[at], trunk.sampling, rows)
 
-        traced = self._open_trunk(store, count) if len(tokens) == 1 else None
-        rows: SideBySide = traced or PlainChain(self._model, store)
+        rows = self._open_trunk(store, len(tokens), count)
         current = launch_depth(0, mx.array(tokens, mx.int32))
         trunk.tokens += tokens
-        if len(tokens) > 1 and (traced := self._open_trunk(store, count - 1)) is not None:
-            rows = traced
+        if len(tokens) > 1:
+            rows = self._open_trunk(store, 1, count - 1)
         for at in range(1, count + 1):
             following = launch_depth(at, current.tokens) if at < count else None
             candidates: Any = np.array(current.candidates)[:, 0, 0].tolist()
@@ -141,17 +131,16 @@ class DepthsAhead:
                 current = following
             yield TreeLayer([], [token], [candidates[1]])
 
-    def _open_rows(self, store: KVStore, span: Span, depth: int) -> TracedRows | None:
-        """Open replayed passes, one more than depths if there is room."""
-        if self.traced is None:
-            return None
-        return self.traced.open(store, span, depth + 1) or self.traced.open(store, span, depth)
+    def _feed(self, store: KVStore, rows: SideBySide, tokens: mx.array, count: int) -> mx.array:
+        """Return logits of the next pass, of whose rows `count` are not padding."""
+        if self._runner.memory is not None:
+            self._runner.memory.check([(store, count)])
+        return rows.feed(tokens)[:, : self._size]
 
-    def _open_trunk(self, store: KVStore, depth: int) -> TracedRows | None:
-        if self.traced is None:
-            return None
-        span = Span(store.length, np.arange(store.length + 1))
-        return self.traced.open(store, span, depth, is_trunk=True)
+    def _open_trunk(self, store: KVStore, count: int, depth: int) -> SideBySide:
+        """Open passes that advance the trunk, first by this many tokens."""
+        span = Span(store.length, np.arange(store.length + count))
+        return self._runner.advance(store, span, depth, is_trunk=True)
 
     def _choose(
         self,
@@ -159,9 +148,9 @@ class DepthsAhead:
         width: int,
         rules: mx.array,
         sampling: Sampling,
-        by: TracedRows | None,
+        rows: SideBySide,
     ) -> _Launched:
-        if by is not None and self.traced is not None and not has_filter(sampling):
+        if isinstance(rows, TracedRows) and self.traced and not has_filter(sampling):
             drawn = not is_greedy(sampling)
             tokens, candidates = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
@@ -170,9 +159,9 @@ class DepthsAhead:
         return _Launched(tokens, candidates, logits)
 
 
-def _feed_last(current: _Launched, rows: TracedRows | None) -> _Launched | None:
+def _feed_last(current: _Launched, rows: SideBySide) -> _Launched | None:
     """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
-    if rows is None or not rows.has_room:
+    if not isinstance(rows, TracedRows) or not rows.has_room:
         return None
     logits = rows.feed(current.tokens)
     launch(logits)

@@ -1,25 +1,23 @@
-"""Rows that advance together, one token per pass: by the model itself, or from traces.
+"""A drafter's traced passes and choices: which pay, found at load.
 
-A depth of a small drafter costs the host, which builds the graph, more than the GPU, which computes
-it. Here a pass is replayed for a few numbers of rows and sizes of the KV buffers (`engine.trace`);
-the slots and masks of the next pass are outputs next to the logits, so that nothing has to be sent
-to the device between two passes.
+See `engine.side_by_side`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.messages import Sampling
-from services.engine.batch import Batch, Shape, Span, round_to_traced
-from services.engine.trace import Trace, prefill
-from services.kernels.cuda.blocks import serves_any_length
+from services.engine.batch import Shape, Span
+from services.engine.side_by_side import PlainBranches, PlainChain, SideBySide, TracedRows
+from services.engine.trace import prefill
+from services.engine.traced_forward import TRACED_SLOTS, TracedForward
 from services.kernels.cuda.sampling.guess import WIDTHS
 from services.kernels.cuda.sampling.rules import write_rules
-from services.kv.cache import KVStore, SlotCache
+from services.kv.cache import KVStore
 from services.mlx import selftest
 from services.mlx.launching import launch
 from services.runtime.preparation import Steps
@@ -27,113 +25,11 @@ from services.sampling.device import guess
 
 TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; larger ones are not traced."""
-TRACED_SLOTS = (256, 512, 768, 1024)
-"""Sizes of the buffers that are traced at load, as for verifications."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
 _FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
-
-
-class SideBySide(Protocol):
-    """Tokens that advance together: each pass feeds one more after each."""
-
-    count: int
-    """Rows of a pass, padding included."""
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """Return lazy [count, head] logits after these [count] tokens."""
-        ...
-
-
-class PlainBranches:
-    """Branches after a trunk, computed by the model itself.
-
-    Args:
-        model: the drafter's.
-        store: holds their keys and values.
-        span: of the first pass.
-    """
-
-    def __init__(self, model: Any, store: KVStore, span: Span) -> None:
-        self._model, self._store, self._span = model, store, span
-        self.count = span.count
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """Return logits of a pass over the branches; see `SideBySide`."""
-        self._store.place(self._span)
-        logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
-        self._span = self._span.following()
-        return logits
-
-
-class PlainChain:
-    """A trunk that advances, computed by the model; the first pass may have several tokens."""
-
-    count = 1
-
-    def __init__(self, model: Any, store: KVStore) -> None:
-        self._model, self._store = model, store
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """Return [tokens, head] logits; see `SideBySide`."""
-        length = self._store.length
-        self._store.chain(tokens.size)
-        try:
-            logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
-        except BaseException:
-            self._store.trim(length)
-            raise
-        return logits
-
-
-class TracedRows:
-    """Replaces `PlainBranches`, or `PlainChain` if the row is the trunk, by a trace.
-
-    Args:
-        trace: of the model.
-        store: holds their keys and values.
-        span: of the first pass.
-        shape: of the trace.
-        depth: passes that the buffers have room for.
-        is_trunk: True if the only row advances the trunk.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        store: KVStore,
-        span: Span,
-        shape: Shape,
-        *,
-        depth: int,
-        is_trunk: bool,
-    ) -> None:
-        self._left = depth
-        self._trace, self._store, self._is_trunk = trace, store, is_trunk
-        self.count = shape.rows
-        self._stride = mx.array(span.count, mx.int32)
-        self._place: Sequence[mx.array] = span.pad(shape.rows, shape.slots)
-        store.widen(shape.slots)
-
-    @property
-    def has_room(self) -> bool:
-        """True if another pass fits into the buffers."""
-        return self._left > 0
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """Return logits of a replayed pass; see `SideBySide`."""
-        if not self._left:
-            # MLX does not check where it writes.
-            raise IndexError("the buffers have no room for another pass")
-        self._left -= 1
-        batch = Batch(tokens[None], *self._place)
-        replayed = self._trace(batch, self._store.caches, self._stride)
-        self._place = replayed.following
-        if self._is_trunk:
-            self._store.chain(1)
-        return replayed.logits[0]
 
 
 class TracedPasses:
@@ -147,48 +43,9 @@ class TracedPasses:
 
     def __init__(self, model: Any, head_size: int, ids: mx.array) -> None:
         self._model, self._size, self._ids = model, head_size, ids
-        self._trace = Trace(model, columns=head_size, writes=False)
+        self.forward = TracedForward(model, columns=head_size, padded=TRACED_ROWS)
+        """Its passes."""
         self._choices: dict[tuple[int, bool], Any] = {}
-        self._shapes: set[Shape] = set()
-        self._traces_later = serves_any_length(model)
-        """True if rows after longer texts are traced on demand."""
-
-    def open(
-        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
-    ) -> TracedRows | None:
-        """Open passes of rows from this span on; None if their shape has not been traced."""
-        shape = self._find_shape(store, span, depth)
-        if shape is None:
-            return None
-        return TracedRows(self._trace, store, span, shape, depth=depth, is_trunk=is_trunk)
-
-    def _find_shape(self, store: KVStore, span: Span, depth: int) -> Shape | None:
-        rows, keys = _pad(span.count), store.caches[0].keys
-        if keys is None or any(_has_window(cache) for cache in store.caches):
-            return None
-        end = span.start + span.count * (depth - 1) + rows
-        shape = Shape(rows, round_to_traced(max(keys.shape[2], end)))
-        longest = Shape(rows, TRACED_SLOTS[-1])
-        later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
-        return shape if later or shape in self._shapes else None
-
-    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True for passes of traced shapes; see `TracedPass`.
-
-        Rows attend to their ancestors.
-        """
-        del ahead
-        return self._find_shape(store, store.span, 1) is not None
-
-    def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
-        """Run a replayed pass; see `TracedPass`."""
-        del ahead
-        count = store.span.count
-        rows = self.open(store, store.span, 1)
-        if rows is None:
-            raise ValueError(f"a pass of {count} rows is not traced")
-        padded = mx.pad(tokens[0], (0, rows.count - count))
-        return rows.feed(padded)[None, :count]
 
     def choose(
         self, logits: mx.array, width: int, rules: mx.array, *, drawn: bool
@@ -214,12 +71,13 @@ class TracedPasses:
     def prepare(self, new_store: Callable[[], KVStore]) -> Steps[None]:
         """Trace the passes that are correct and faster here than the model's own."""
         for rows in TRACED_ROWS:
-            self._shapes.add(Shape(rows, TRACED_SLOTS[0]))
+            shapes = [Shape(rows, slots, forks=True) for slots in TRACED_SLOTS]
+            self.forward.shapes.add(shapes[0])
             if not (yield from self._is_worth_it(rows, new_store)):
-                self._shapes.discard(Shape(rows, TRACED_SLOTS[0]))
+                self.forward.shapes.discard(shapes[0])
                 continue
             for slots in TRACED_SLOTS:
-                self._shapes.add(Shape(rows, slots))
+                self.forward.shapes.add(Shape(rows, slots, forks=True))
                 store = prefill(self._model, new_store, _TRIAL_PROMPT)
                 store.widen(slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
@@ -238,7 +96,8 @@ class TracedPasses:
             yield
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
-        opened = self.open(store, _trial_span(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
+        span, is_trunk = _trial_span(store, rows), rows == 1
+        opened = self.forward.open(store, span, _TRIAL_DEPTHS, is_trunk=is_trunk)
         if opened is None:
             raise ValueError(f"nothing is traced for {rows} rows of this model")
         return opened
@@ -277,14 +136,6 @@ class TracedPasses:
         timed = map(run_again, ways)
         what = f"traced depths of {rows} rows"
         return (yield from selftest.check(what, "trace", *map(run, ways), timed=timed)).faster
-
-
-def _pad(count: int) -> int:
-    return next((size for size in TRACED_ROWS if size >= count), 0)
-
-
-def _has_window(cache: SlotCache) -> bool:
-    return type(cache) is not SlotCache or cache.window is not None
 
 
 def _trial_span(store: KVStore, rows: int) -> Span:

@@ -101,7 +101,7 @@ def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.Monk
     traced = run_all(trace_if_faster(model, stores_of(model), takes_trees=True))
     assert traced is not None
     assert traced.tree_rows == (4, 32)
-    assert {shape.rows for shape in traced._shapes if shape.forks} == {4, 32}
+    assert {shape.rows for shape in traced.shapes if shape.forks} == {4, 32}
 
 
 def test_each_size_of_trees_is_timed(model: Any) -> None:

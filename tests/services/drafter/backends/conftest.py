@@ -7,7 +7,7 @@ import pytest
 
 from protocol.decoding.sampler import has_filter
 from protocol.messages import Sampling
-from services.drafter.backends import mlx_tree
+from services.drafter.backends import growth, mlx_tree
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top
@@ -28,6 +28,7 @@ def all_candidates() -> Iterator[None]:
         patch.object(test_mlx, "CANDIDATES", test_mlx.VOCABULARY),
         patch.object(mlx_tree, "SAMPLED_WIDTH", test_mlx.VOCABULARY),
         patch.object(candidates, "perturb", perturb_few),
+        patch.object(growth, "perturb", perturb_few),
         patch("services.drafter.backends.head.blocks._SAMPLED_WIDTH", test_mlx.VOCABULARY),
     ):
         yield

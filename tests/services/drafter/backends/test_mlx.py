@@ -454,8 +454,6 @@ def fed(monkeypatch: pytest.MonkeyPatch, nothing_cached: None) -> list[int]:
 
     for runner in (backend._runner, backend._filler):
         monkeypatch.setattr(runner, "model", counting)
-    if backend.ahead is not None:
-        monkeypatch.setattr(backend.ahead, "_model", counting)
     return counts
 
 

@@ -194,7 +194,7 @@ def test_a_pass_that_does_not_fit_leaves_the_trunk_as_it_was() -> None:
     backend = as_on_a_gpu(tiny_folder("llama"))
     list(backend.open(1, list(PROMPT), Sampling()))
     expected = drafts(backend.draft(1, 120, 4))
-    model, calls = backend._model, count()
+    model, calls = backend._runner.model, count()
 
     def fail(*arguments: Any, **rest: Any) -> Any:
         if next(calls) == 1:
@@ -202,7 +202,7 @@ def test_a_pass_that_does_not_fit_leaves_the_trunk_as_it_was() -> None:
         return model(*arguments, **rest)
 
     assert backend.ahead is not None
-    with patch.object(backend.ahead, "_model", fail), pytest.raises(ValueError, match="not fit"):
+    with patch.object(backend._runner, "model", fail), pytest.raises(ValueError, match="not fit"):
         drafts(backend.draft(1, 120, 4))
     known = backend._sequences[1]
     assert known.store.length == len(known.tokens)

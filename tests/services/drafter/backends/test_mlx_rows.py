@@ -19,7 +19,10 @@ from protocol.messages import Sampling, Tokens
 from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
-from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from services.drafter.backends.mlx_rows import TracedPasses
+from services.engine import traced_forward
+from services.engine.batch import Batch
+from services.engine.trace import Trace
 from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx import selftest
 from services.mlx.loader import load
@@ -43,6 +46,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
     with (
         patch.object(selftest, "_WORTHWHILE", worthwhile),
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
+        patch.object(traced_forward, "TRACED_SLOTS", (256,)),
         patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 32)),
     ):
         run_all(backend.trace())
@@ -54,7 +58,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
 @cache
 def setup_of(family: str) -> Setup:
     setup = Setup(as_on_a_gpu(tiny_folder(family)), Reference(tiny_folder(family)))
-    assert len(trace(setup.backend)._shapes) == 3
+    assert len(trace(setup.backend).forward.shapes) == 3
     return setup
 
 
@@ -71,13 +75,13 @@ def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     named = "family" in request.fixturenames
     setup_of(request.getfixturevalue("family") if named else "llama")
     seen: list[int] = []
-    feed = TracedRows.feed
+    replay: Any = Trace.__call__
 
-    def spy(self: TracedRows, tokens: mx.array) -> mx.array:
-        seen.append(tokens.size)
-        return feed(self, tokens)
+    def spy(self: Trace, batch: Batch, *arguments: Any) -> Any:
+        seen.append(batch.count)
+        return replay(self, batch, *arguments)
 
-    monkeypatch.setattr(TracedRows, "feed", spy)
+    monkeypatch.setattr(Trace, "__call__", spy)
     return seen
 
 
@@ -157,8 +161,8 @@ def test_what_goes_beyond_the_traced_slots(
     """Six branches of four tokens, with the padding of the last: 26 slots behind the chain,
     which is replayed, too; six more if the last tokens are fed as well. Where our kernels serve
     any length, traces are made when it comes to that."""
-    monkeypatch.setattr(mlx_rows, "TRACED_SLOTS", (256,))
-    monkeypatch.setattr(traced_of("llama"), "_traces_later", later)
+    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(traced_of("llama").forward, "_traces_later", later)
     prompt = [int(token) for token in np.random.default_rng(length).integers(5, 280, length)]
     drafts = []
     for backend in (setup_of("llama").backend, MlxBackend(tiny_folder("llama"), 512)):
@@ -200,7 +204,7 @@ def test_forks_keep_their_own_tokens(replayed: list[int]) -> None:
 
 def test_a_trace_that_is_not_faster_is_not_used() -> None:
     backend = as_on_a_gpu(tiny_folder("llama"))
-    assert trace(backend, worthwhile=0.0)._shapes == set()
+    assert trace(backend, worthwhile=0.0).forward.shapes == set()
     list(backend.open(1, list(PROMPT), Sampling()))
     assert len(said(backend.prepare(1, read_tree([120]), [3], 2, RoundOptions()))) == 2
 
@@ -209,21 +213,21 @@ def test_a_wrong_trace_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """The model gives other logits when it is traced."""
     backend = as_on_a_gpu(tiny_folder("llama"))
     assert backend.ahead is not None
-    model = backend.ahead._model
+    model = backend._runner.model
 
     def wrong(tokens: mx.array, cache: Any) -> mx.array:
         logits: mx.array = model(tokens, cache=cache)
         return logits + 1.0 if hasattr(cache[0], "is_traced") else logits
 
-    with patch.object(backend.ahead, "_model", wrong):
-        assert trace(backend)._shapes == set()
+    with patch.object(backend._runner, "model", wrong):
+        assert trace(backend).forward.shapes == set()
     assert "from the usual result: not used" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["sliding", "gemma3"])
 def test_windows_are_not_traced(family: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert trace(as_on_a_gpu(tiny_folder(family)))._shapes == set()
+    assert trace(as_on_a_gpu(tiny_folder(family))).forward.shapes == set()
     assert "not used: nothing is traced for 1 rows" in caplog.text
 
 
