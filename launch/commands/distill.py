@@ -21,8 +21,13 @@ from launch.workers.chat_template import form_of, tokenise
 from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
-from protocol.jobs.distill import DistillEvent, DistillFinished, DistillNote, DistillProgress
-from protocol.settings import DistillSettings
+from protocol.jobs.distill import (
+    DistillEvent,
+    DistillFinished,
+    DistillNote,
+    DistillProgress,
+    DistillSettings,
+)
 
 _option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
@@ -32,7 +37,7 @@ MORE = (
     "loss_temperature", "user_weight", "batch", "learning_rate",
     "precision", "warmup", "weight_decay", "clip", "session_minutes",
 )  # fmt: skip
-"""Settings of a run without a flag: see `protocol.settings.DistillSettings`."""
+"""Settings of a run without a flag: see `protocol.jobs.distill.DistillSettings`."""
 
 
 @click.command("distill", cls=Command)

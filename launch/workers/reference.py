@@ -11,9 +11,10 @@ from protocol.jobs.reference import (
     DecodeResult,
     MarginRequest,
     MarginResult,
+    ReferenceSettings,
 )
 from protocol.messages import Sampling, Tokens
-from protocol.settings import Device, ReferenceSettings
+from protocol.settings import Device
 
 
 class ReferenceWorker(JsonWorker):

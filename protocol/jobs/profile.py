@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from protocol.jobs.reference import ReferenceSettings
 from protocol.messages import Tokens
-from protocol.settings import DraftWeights, MetalKernels, RankGroupSettings, ReferenceSettings
+from protocol.settings import DraftWeights, MetalKernels, RankGroupSettings
 
 ProfiledRole = Literal["verifier", "drafter"]
 

@@ -1,8 +1,21 @@
-"""Requests of `ssd bench` to the reference process, and its results, one JSON object a line."""
+"""Settings of the reference process, and requests of `ssd bench` and results, a JSON line each."""
+
+from typing import Annotated
 
 import msgspec
 
 from protocol.messages import Sampling, Tokens
+from protocol.settings import Device, Settings
+
+
+class ReferenceSettings(Settings, frozen=True, kw_only=True):
+    """The process that runs mlx-lm itself, for comparison."""
+
+    model: str
+    draft_model: str = ""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    device: Device = ""
+    adapter: str = ""  # as `VerifierSettings`
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=True):

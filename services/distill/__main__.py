@@ -2,8 +2,8 @@
 
 import sys
 
+from protocol.jobs.distill import DistillSettings
 from protocol.process.child import run_child
-from protocol.settings import DistillSettings
 from services.distill.run_control import RunControl
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import RuntimeFailure
+from protocol.jobs.distill import DistillSettings
 from protocol.process.files import PUBLIC, write_atomically
-from protocol.settings import DistillSettings
 from services.distill.checkpoint import LogEntry
 from services.distill.evaluation import Figures
 from services.distill.speed import Costs, SpeedUpPrediction

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from protocol.errors import UsageError
-from protocol.jobs.distill import DistillNote, DistillProgress, TokenPrompt
+from protocol.jobs.distill import DistillNote, DistillProgress, DistillSettings, TokenPrompt
 from protocol.messages import Tokens
-from protocol.settings import DistillSettings
 from services.distill.data import RowInfo, ShardInfo, Shards
 from services.distill.generation import ANSWER, USER, ChatFormat, Rows, generate
 from services.distill.run_control import RunControl

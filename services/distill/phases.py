@@ -13,8 +13,7 @@ from mlx.utils import tree_flatten
 from protocol.decoding.sampler import Ids
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, UsageError
-from protocol.jobs.distill import DistillFinished, DistillNote
-from protocol.settings import DistillSettings
+from protocol.jobs.distill import DistillFinished, DistillNote, DistillSettings
 from services.distill import card, checkpoint
 from services.distill.batches import Batches
 from services.distill.corpus import Corpus, chat_of, read_prompts

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.jobs.distill import DistillSettings
 from protocol.process.files import PUBLIC, write_atomically
-from protocol.settings import DistillSettings
 from services.distill.data import Shards
 
 _DESCRIPTION = "run.json"

@@ -13,8 +13,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 
 from protocol.errors import RuntimeFailure
-from protocol.jobs.distill import DistillProgress
-from protocol.settings import DistillSettings
+from protocol.jobs.distill import DistillProgress, DistillSettings
 from services.distill.batches import Batches, TrainingBatch
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.logits import TargetDistribution, Weights, number

@@ -23,9 +23,10 @@ from protocol.jobs.reference import (
     MarginRequest,
     MarginResult,
     ReferenceRequest,
+    ReferenceSettings,
 )
 from protocol.messages import Tokens
-from protocol.settings import ReferenceSettings, decode_settings
+from protocol.settings import decode_settings
 from services.mlx.blas import load_blas
 
 

@@ -16,7 +16,7 @@ from launch.settings.paths import cache_dir, run_base
 from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
 from protocol.jobs.convert import ConvertSettings
-from protocol.settings import DistillSettings
+from protocol.jobs.distill import DistillSettings
 from tests.chaos.chaos import _flags
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from protocol.errors import UsageError
-from protocol.jobs.distill import DistillEvent, DistillFinished
+from protocol.jobs.distill import DistillEvent, DistillFinished, DistillSettings
 from protocol.messages import Sampling
-from protocol.settings import DistillSettings
 from services.distill import checkpoint
 from services.distill.batches import Batches, TrainingBatch
 from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
