@@ -43,8 +43,6 @@ def run(settings: TextWorkerSettings) -> None:
     channel = PipeChannel[ToTextWorker](*take_pipes(), Decoder(ToTextWorker))
     answer = _check_grammars(settings) if settings.checks_grammars else _tokenise(settings)
     _limit_memory(settings.max_bytes)
-    with contextlib.suppress(OSError):
-        os.nice(5)  # decoding has priority
     channel.send(WorkerReady())
     with contextlib.suppress(StreamEnded):
         while True:
@@ -58,6 +56,8 @@ def run(settings: TextWorkerSettings) -> None:
 def _tokenise(settings: TextWorkerSettings) -> Work:
     from orchestrator.text.tokenizer import TargetTokenizer  # noqa: PLC0415
 
+    with contextlib.suppress(OSError):
+        os.nice(5)  # decoding has priority
     tokenizer = TargetTokenizer(Path(settings.model), parse_special=settings.parse_special)
 
     def encode(message: EncodePrompt | CheckGrammar) -> FromTextWorker:
