@@ -198,7 +198,7 @@ ASKED_FOR = {
     "services.verifier.main": {
         "protocol.adapter",
         "services.coreml",
-        "services.verifier.prefix_cache_file",
+        "services.kv.prefix_cache_file",
     },
     "services.drafter.main": {"services.drafter.relay", "services.drafter.backends.line_client"},
     "services.drafter.backends.factory": {
@@ -293,7 +293,6 @@ KERNELS_KNOW = (BATCH, "services.kernels", "services.mlx", "services.runtime.pre
 # Pairs of rooms that import each other. The list only becomes shorter.
 MUTUAL = {
     ("kernels", "mlx"),
-    ("ranks", "verifier"),
 }
 
 

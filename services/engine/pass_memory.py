@@ -16,10 +16,10 @@ from protocol.errors import OutOfMemory
 from services.engine.batch import round_to_traced
 from services.kernels.cpu.decoder import kernel_of
 from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
+from services.kernels.register import kernels
 from services.kv.budget import KVSize
 from services.kv.pool import round_to_bucket
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
-from services.mlx.loader import compute_unit
 
 _RESERVE = 128 << 20
 """Memory allocated by libraries: MKL's buffers, threads' stacks and heaps."""
@@ -76,13 +76,12 @@ class PassMemory:
         self._row_bytes = _count_row(model)
         if logits:
             self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
-        served = compute_unit() != "cpu" or kernel_of(model) is not None
-        on_cuda = compute_unit() == "cuda"
-        self._held_per_row = kv.passes.held_per_row if on_cuda else 0
-        self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
-        self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
-        self._count_slots = _round_to_largest if on_cuda else round_to_bucket
-        self._part_bytes = self._layers * _BYTES * _count_queries(model) if on_cuda else 0
+        served, holds = kernels().on_gpu or kernel_of(model) is not None, kernels().holds_arrays
+        self._held_per_row = kv.passes.held_per_row if holds else 0
+        self._rounding = self._layers * _CUDA_ROUNDING if holds else 0
+        self._more_rows = _MORE_ROWS_ON_CUDA if holds else _MORE_ROWS
+        self._count_slots = _round_to_largest if holds else round_to_bucket
+        self._part_bytes = self._layers * _BYTES * _count_queries(model) if holds else 0
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
@@ -177,7 +176,7 @@ def _refuse(what: str, needed: int) -> OutOfMemory:
 def _count_row(model: Any) -> int:
     """Return the bytes that the layers need for one token of a pass."""
     outputs = list(map(_count_outputs, model.layers))
-    if compute_unit() != "cuda":
+    if not kernels().holds_arrays:
         return _AT_ONCE * _BYTES * max(outputs, default=0)
     sizes = [a.itemsize for _, a in _weights(model) if mx.issubdtype(a.dtype, mx.floating)]
     return _CUDA_ARRAYS * max(sizes, default=_BYTES) * sum(outputs)

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from protocol.errors import ModelError, RuntimeFailure
 from protocol.settings import Device, RankBackend, RankSplit
+from services.engine.target_model import TargetModel, prepare
 from services.kv.budget import count_kv_tokens, measure_kv
 from services.kv.rewinding import StateFactory
 from services.mlx.device import bind
@@ -24,7 +25,6 @@ from services.ranks.link import measure_link
 from services.ranks.messages import RankFacts
 from services.ranks.mirror import run_pass
 from services.ranks.split import LayerSizes, Strength, propose_split
-from services.verifier.target_model import TargetModel, prepare
 
 _TRIALS = 3
 _HEADS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads", "num_attention_heads")

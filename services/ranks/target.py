@@ -7,14 +7,13 @@ from pathlib import Path
 
 from protocol.errors import UsageError
 from protocol.settings import RankGroupSettings, VerifierSettings
+from services.engine.target_model import OpenTarget, TargetModel
 from services.mlx.loader import LoadedModel
 from services.mlx.taps import TrialPasses
 from services.ranks.group import RankGroup
 from services.ranks.messages import Prove
 from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog
 from services.ranks.sharding import join_group, load_part
-from services.verifier.open_target import OpenTarget
-from services.verifier.target_model import TargetModel
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from protocol.errors import ModelError
 from protocol.jobs.kernel_report import KernelReport, KernelReportSettings
 from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
+from services.engine.target_model import prepare
 from services.kernels.cuda.blocks import equip_for_cuda
 from services.kernels.metal import attention
 from services.kernels.metal.choice import use_kernels
@@ -27,7 +28,6 @@ from services.kv.state import SequenceState
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, load
 from services.runtime.preparation import run_all
-from services.verifier.target_model import prepare
 
 _CONTEXT = 512
 _TRIALS = 5

@@ -14,7 +14,7 @@ from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, VerificationOutcome, Verify
 from services.engine.pass_handle import Ids, PassTiming
-from services.mlx.loader import compute_unit
+from services.kernels.register import kernels
 from services.sampling import device
 
 
@@ -41,7 +41,7 @@ class AcceptanceRule:
         shape = opened.sampling.logits_options
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
         greedy = is_greedy(self._sampling)
-        on_host = compute_unit() == "cpu" or uses_rejection(self._sampling)
+        on_host = not kernels().on_gpu or uses_rejection(self._sampling)
         on_logits = not goes_beyond(self._sampling, device.APPLIED)
         is_plain = on_logits and shape is None and self._sampling.logprobs is None
         self.is_on_device = is_plain and (greedy or not on_host)

@@ -19,9 +19,9 @@ from services.runtime.preparation import Preparer
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
+    from services.engine.target_model import OpenTarget
     from services.kv.prefix_cache import PrefixCache
     from services.mlx.loader import LoadedModel
-    from services.verifier.open_target import OpenTarget
     from services.verifier.verifier import Verifier
 
 
@@ -30,10 +30,10 @@ def run(settings: VerifierSettings) -> None:
     load_blas(settings.threads)
     leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place.
+    from services.engine.target_model import prepare_plain  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.verifier.open_target import open_target  # noqa: PLC0415
     from services.verifier.stages import VerifierStages  # noqa: PLC0415
-    from services.verifier.target_model import prepare_plain  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
     with open_target(settings) as opened:
@@ -86,10 +86,11 @@ def _keep_prefixes(
     if not settings.prompt_cache_file:
         return contextlib.nullcontext()
     from protocol.adapter import identify_adapter  # noqa: PLC0415
-    from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
+    from services.kv.prefix_cache_file import persist_prefixes  # noqa: PLC0415
 
     how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
-    return persist_prefixes(Path(settings.prompt_cache_file), prompts, verifier, model, how)
+    path, new_state = Path(settings.prompt_cache_file), verifier.new_state
+    return persist_prefixes(path, prompts, model, how, new_state, retire=verifier.retire_all)
 
 
 def _attach_coreml_prefill(

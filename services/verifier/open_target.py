@@ -3,27 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from protocol.settings import VerifierSettings
+from services.engine.target_model import OpenTarget
 from services.kernels.cpu.equip import equip
 from services.mlx.device import bind
-from services.mlx.loader import LoadedModel, load
-from services.verifier.target_model import TargetModel
-
-if TYPE_CHECKING:
-    from services.ranks.group import RankGroup
-
-
-class OpenTarget(NamedTuple):
-    """A target that is loaded."""
-
-    model: LoadedModel
-    """With ranks, rank 0's part only."""
-    target: TargetModel | None
-    """None if the whole model is here, and still to be prepared."""
-    compute_unit: str
-    ranks: "RankGroup | None"
+from services.mlx.loader import load
 
 
 @contextlib.contextmanager

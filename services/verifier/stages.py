@@ -6,12 +6,12 @@ from pathlib import Path
 
 from protocol.settings import MetalKernels
 from services.engine.prelaunch import open_prelauncher
+from services.engine.target_model import Improvement, list_improvements
 from services.kernels.metal.choice import use_kernels
-from services.mlx.loader import compute_unit
+from services.kernels.register import KERNELS, kernels
 from services.runtime.loop import Identity
 from services.runtime.preparation import Stage, Steps, tokenizer_stage
 from services.verifier.pass_times import measure_passes, warm_verifier
-from services.verifier.target_model import Improvement, list_improvements
 from services.verifier.verifier import Verifier
 
 
@@ -37,16 +37,16 @@ class VerifierStages:
             prelaunches: True if passes may be launched before their tokens are known.
         """
         yield tokenizer_stage(folder)
-        if is_whole and compute_unit() == "metal":
+        if is_whole and kernels() is KERNELS["metal"]:
             yield Stage("kernels", self._try_metal_kernels)
         for name, improvement in list_improvements(self._verifier.target) if is_whole else ():
             yield Stage(name, partial(self._improve, improvement))
         if prelaunches:
             yield Stage("prelaunched passes", self._try_prelaunching)
-        if compute_unit() != "cpu":
+        on_gpu = kernels().on_gpu
+        if on_gpu:
             yield Stage("first passes", partial(warm_verifier, self._verifier))
-        on_cpu = compute_unit() == "cpu"
-        yield Stage("times of passes", self._time_passes, between_rounds=on_cpu)
+        yield Stage("times of passes", self._time_passes, between_rounds=not on_gpu)
 
     def _try_metal_kernels(self) -> Steps[None]:
         module = self._verifier.target.verify
@@ -68,8 +68,7 @@ class VerifierStages:
 
     def _time_passes(self) -> Steps[None]:
         # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
-        idle = compute_unit() != "cpu"
-        times = yield from measure_passes(self._verifier, drafter_idle=idle)
+        times = yield from measure_passes(self._verifier, drafter_idle=kernels().on_gpu)
         self._identity.pass_times = times
         if self._verifier.scheduler.prelauncher is not None:
             self._verifier.scheduler.prelauncher.expect_passes(times)

@@ -28,6 +28,7 @@ from services.engine.chunked_prefill import ChunkedPrefill
 from services.engine.pass_memory import PassMemory
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
+from services.engine.target_model import TargetModel, prepare
 from services.kernels.register import kernels
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
@@ -40,7 +41,6 @@ from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.sequence import TargetSequence
 from services.verifier.spare_cores import SpareCores
-from services.verifier.target_model import TargetModel, prepare
 
 MAX_DRAFT_TOKENS = 64
 ExternalFill = Callable[[SequenceState, Tokens, Tokens], Generator[None]]

@@ -18,10 +18,10 @@ from mlx_lm.utils import load_model
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, TreeLayer
+from services.engine.target_model import TargetModel, prepare
 from services.kernels.cpu.equip import equip
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit, load
-from services.verifier.target_model import TargetModel, prepare
 from services.verifier.verifier import Verifier
 from tests.support.tiny_models import write_tiny_model
 

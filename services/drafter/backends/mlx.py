@@ -57,7 +57,7 @@ from services.engine.pass_memory import PassMemory
 from services.engine.runner import ModelRunner
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cuda.attention import fit_chunk
-from services.kernels.cuda.blocks import equip_for_cuda
+from services.kernels.register import kernels
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
@@ -94,7 +94,7 @@ class MlxBackend:
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
         self._head_ids = None if is_given else trim_head(self._model, folder)
-        self._bucketed = compute_unit() == "cuda"
+        self._bucketed, self._on_gpu = kernels().plans_shapes, kernels().on_gpu
         self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size, short=True)
         self._new_store = find_states(self._model, bucketed=self._bucketed)
@@ -103,7 +103,6 @@ class MlxBackend:
         self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
         self._runner = ModelRunner(self._model, memory=self._memory)
         self._filler = ModelRunner(fill_only(self._model), memory=self._memory)
-        self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
             backend="mlx",
@@ -122,7 +121,8 @@ class MlxBackend:
 
     def try_kernels(self) -> Steps[None]:
         """Let traces use our kernels where that pays."""
-        yield from equip_for_cuda(self._model)
+        if (equip_traces := kernels().equip) is not None:
+            yield from equip_traces(self._model)
 
     def trace(self) -> Steps[None]:
         """Trace passes of common shapes; see `DepthsAhead.trace`."""

@@ -13,8 +13,10 @@ from protocol.errors import OutOfMemory
 from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
 from protocol.process.free_memory import FreeMemory
 from services.drafter.backends.mlx import MlxBackend
-from services.engine import pass_memory
+from services.engine import pass_memory, target_model
 from services.engine.pass_memory import PassMemory
+from services.engine.target_model import prepare
+from services.kernels.register import KERNELS
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
 from services.kv.pool import round_to_bucket
@@ -22,8 +24,6 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.replay import size_pass
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, load
-from services.verifier import target_model
-from services.verifier.target_model import prepare
 from services.verifier.verifier import Verifier
 from tests.support.tiny_models import FAMILIES, write_tiny_model
 
@@ -125,7 +125,7 @@ def test_states_of_all_layers_are_reckoned_on_cuda(
     target, _, state = prepared(tmp_path, "jamba")
     kv = measure_kv(target.verify, target.states.make)
     size = size_pass([kv.passes.states // 2] * 2, None)
-    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(pass_memory, "kernels", lambda: KERNELS["cuda"])
     memory = PassMemory(target.verify, kv._replace(passes=size), lambda: False, logits=False)
     reckoned = memory._count_bytes([(state, rows)]) - pass_memory._RESERVE
     assert taken * 1e6 < reckoned < 2.5 * taken * 1e6
@@ -178,7 +178,7 @@ def test_what_parts_of_a_long_attention_find_is_reckoned(
     model: LoadedModel, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA, of all layers, until they are merged; behind a short text there is one part."""
-    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(pass_memory, "kernels", lambda: KERNELS["cuda"])
     monkeypatch.setattr(pass_memory, "_FEW_BYTES", 0)
     mx.clear_cache()
     memory = PassMemory(model.module, KVSize(1, 0), lambda: False, logits=True)
@@ -224,7 +224,7 @@ def test_what_all_layers_compute_is_reckoned_on_cuda(
     model: LoadedModel, free: Free, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLX keeps it until the kernels are done: at least as much as was measured, not much more."""
-    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(pass_memory, "kernels", lambda: KERNELS["cuda"])
     target = prepare(model.module)
     kv = measure_kv(model.module, target.states.make)
     memory = PassMemory(model.module, kv, lambda: False, logits=True)
@@ -244,7 +244,7 @@ def test_whole_pieces_of_memory_are_reckoned_on_cuda(
     kv, state = measure_kv(model.module, target.states.make), target.states.make()
     needed = []
     for unit in ("cpu", "cuda"):
-        monkeypatch.setattr(pass_memory, "compute_unit", lambda unit=unit: unit)
+        monkeypatch.setattr(pass_memory, "kernels", lambda unit=unit: KERNELS[unit])
         memory = PassMemory(model.module, kv, lambda: False, logits=False)
         needed.append(memory._count_bytes([(state, 1)]))
     assert needed[1] - needed[0] > len(model.module.layers) * MB
@@ -257,7 +257,7 @@ def test_buffers_that_a_replay_widens_are_reckoned(
     """On a GPU they come in fewer sizes."""
     target = prepare(model.module)
     kv = measure_kv(model.module, target.states.make)
-    monkeypatch.setattr(pass_memory, "compute_unit", lambda: unit)
+    monkeypatch.setattr(pass_memory, "kernels", lambda: KERNELS[unit])
     memory = PassMemory(model.module, kv, lambda: False, logits=False)
     free.bytes = slots * kv.per_token + 2 * kv.fixed + pass_memory._RESERVE
     memory.check_prompt(0, 1100)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from services.engine.packing import pack_pass
+from services.engine.target_model import TargetModel, prepare
 from services.kv.shared_recurrence import PackedArrays
 from services.kv.state import SequenceState
 from services.mlx.loader import load
-from services.verifier.target_model import TargetModel, prepare
 from tests.support.reference import tiny_folder
 
 SHARING = ("qwen3_5", "olmo_hybrid", "lfm2", "mamba2", "nemotron_h", "falcon_h1")

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 
 from services.kv.dump_check import Dump, check_dump, sample_dumps
+from services.kv.prefix_cache_file import _UNUSABLE
 from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load
-from services.verifier.prefix_cache_file import _UNUSABLE
 from tests.support.families.layered import LAYERED
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import FAMILIES, write_tiny_model

@@ -172,14 +172,14 @@ def test_a_drafter_on_a_gpu_drafts_the_same(sampling: Sampling) -> None:
         return found
 
     on_host = trees()
-    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+    with patch("services.drafter.backends.mlx.kernels", lambda: KERNELS["cuda"]):
         on_gpu = trees()
     assert on_host == on_gpu
 
 
 def test_a_verifier_on_a_gpu_commits_the_same() -> None:
     """The code path of GPUs, computed here on a CPU: the tokens of plain decoding."""
-    with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
+    with patch("services.engine.target_model.kernels", lambda: KERNELS["cuda"]):
         verifier = Verifier(load(tiny_folder("llama")), 512)
         for number, sampling in enumerate((Sampling(), *SAMPLINGS[7:9])):
             expected = plain("llama", (11, 200, 5), 12, sampling)

@@ -24,6 +24,7 @@ from protocol.messages import (
 )
 from services.engine.packing import enable_packing, find_table
 from services.engine.prelaunch import Prelauncher
+from services.engine.target_model import TargetModel
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda.host_rows import SentRows
@@ -36,7 +37,6 @@ from services.runtime.inbox import Work
 from services.runtime.preparation import Steps, run_all
 from services.verifier.feature_log import FeatureLog
 from services.verifier.feature_source import FeatureSource
-from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
 from tests.services.kernels.cuda.host import attend_gathered
 from tests.services.verifier.fake_doorbell import FakeDoorbell

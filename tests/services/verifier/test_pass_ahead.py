@@ -20,6 +20,7 @@ from protocol.messages import (
     Verify,
 )
 from services.engine.slot_table import SlotTable
+from services.kernels.register import KERNELS
 from services.runtime.work_queue import WorkQueue
 from tests.services.kernels.cuda.host import attend_gathered
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier
@@ -143,7 +144,7 @@ def test_each_has_the_tokens_that_it_has_alone(family: str, *, table: bool) -> N
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_under_every_way_of_choosing(sampling: Sampling) -> None:
     """As on a GPU, where choices are made on the device, beside one that is greedy."""
-    with patch("services.verifier.acceptance.compute_unit", lambda: "cuda"):
+    with patch("services.verifier.acceptance.kernels", lambda: KERNELS["cuda"]):
         crowd = Crowd()
         crowd.open(1, sampling)
         crowd.open(2)

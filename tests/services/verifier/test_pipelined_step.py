@@ -19,8 +19,9 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.engine.target_model import TargetModel
+from services.kernels.register import KERNELS
 from services.mlx.loader import LoadedModel, load
-from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, prepare_shared, tiny_folder
 from tests.support.tiny_models import FAMILIES
@@ -56,7 +57,7 @@ class Asking:
 
     def __init__(self, family: str, sampling: Sampling, number: int = 1) -> None:
         # A replay of a trace does not call the model, and could not be counted.
-        with patch("services.verifier.target_model.trace_if_faster", return_value=None):
+        with patch("services.engine.target_model.trace_if_faster", return_value=None):
             loaded, target = counted(family)
             self.verifier = Verifier(loaded, 512, target=target)
         self.model: Passes = loaded.module
@@ -131,7 +132,7 @@ def test_what_is_revoked_comes_to_an_end(family: str) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_under_every_way_of_choosing(sampling: Sampling) -> None:
     """As on a GPU, where the choice is made on the device."""
-    with patch("services.verifier.acceptance.compute_unit", lambda: "cuda"):
+    with patch("services.verifier.acceptance.kernels", lambda: KERNELS["cuda"]):
         asking = Asking("llama", sampling)
         assert asking.verify(granted=11) == [True] * 11 + [False]
     assert asking.model.count == 12

@@ -35,7 +35,7 @@ GREEDY = Sampling()
 def _traced() -> tuple[Verifier, TracedForward]:
     """A verifier of its own, and its model's passes over trees of up to thirty-two, traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.verifier.target_model.equip", lambda _: False)
+        patch.setattr("services.engine.target_model.equip", lambda _: False)
         verifier = Verifier(load(tiny_folder("llama")), 512)
     model = verifier._model
     traced = TracedForward(model)

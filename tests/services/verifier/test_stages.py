@@ -16,12 +16,13 @@ from protocol.messages import (
     Verify,
 )
 from services.engine import forward_trial, traced_forward
+from services.engine.target_model import prepare_plain
+from services.kernels.register import KERNELS
 from services.mlx import selftest
 from services.mlx.loader import load
 from services.runtime.loop import Identity
 from services.runtime.preparation import Preparer
 from services.verifier import pass_times, stages
-from services.verifier.target_model import prepare_plain
 from services.verifier.verifier import Verifier
 from tests.support.reference import tiny_folder
 
@@ -47,9 +48,9 @@ def ask(verifier: Verifier, number: int) -> tuple[list[int], list[bytes]]:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right is traced, of few shapes."""
-    for module in (stages, "services.verifier.target_model"):
+    for module in (stages, "services.engine.target_model"):
         where = module if isinstance(module, str) else module.__name__
-        monkeypatch.setattr(f"{where}.compute_unit", lambda: "metal")
+        monkeypatch.setattr(f"{where}.kernels", lambda: KERNELS["metal"])
     monkeypatch.setattr(selftest, "_WORTHWHILE", float("inf"))
     monkeypatch.setattr(selftest, "TURNS", 1)
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))

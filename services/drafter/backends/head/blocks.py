@@ -121,7 +121,7 @@ class BlockBackend:
         self._request = request
         self._folder = ends.model.folder
         self._dtype = head_dtype(ends)
-        self._on_gpu = compute_unit() != "cpu"
+        self._on_gpu = kernels().on_gpu
         self._sent = module.width if request.projection else int(module.fc.weight.shape[1])
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self.identity = BackendIdentity(

@@ -10,8 +10,9 @@ import numpy as np
 from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError
 from protocol.heads import HeadDescription
+from services.kernels.register import kernels
 from services.mlx.lm_head import FILE_NAME, read_head_ids, rows_of
-from services.mlx.loader import LoadedModel, compute_unit, load
+from services.mlx.loader import LoadedModel, load
 
 Tensors = dict[str, mx.array]
 
@@ -102,7 +103,7 @@ def _dequantize(tensors: Tensors, head: HeadDescription) -> Tensors:
 
 def head_dtype(ends: TargetEnds) -> mx.Dtype:
     """Return the dtype that a head computes in: its target's, float32 on a CPU."""
-    return mx.float32 if compute_unit() == "cpu" else ends.dtype
+    return ends.dtype if kernels().on_gpu else mx.float32
 
 
 def fill(module: Any, tensors: Tensors, head: HeadDescription) -> None:

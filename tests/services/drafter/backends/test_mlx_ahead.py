@@ -16,6 +16,7 @@ from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.drafter.backends import mlx_ahead
 from services.drafter.backends.base import DraftedToken, RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
+from services.kernels.register import KERNELS
 from tests.properties import examples
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import (
@@ -37,7 +38,7 @@ LEAVES = RoundOptions(siblings=2)
 def as_on_a_gpu(folder: Path) -> MlxBackend:
     """The code path of GPUs, computed here on a CPU."""
     with (
-        patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"),
+        patch("services.drafter.backends.mlx.kernels", lambda: KERNELS["cuda"]),
         patch("services.mlx.draft_weights.compute_unit", lambda: "cuda"),
     ):
         return MlxBackend(folder, 5)
@@ -45,7 +46,7 @@ def as_on_a_gpu(folder: Path) -> MlxBackend:
 
 def as_on_a_cpu(folder: Path) -> MlxBackend:
     """The code path of CPUs, wherever it is computed here."""
-    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cpu"):
+    with patch("services.drafter.backends.mlx.kernels", lambda: KERNELS["cpu"]):
         return MlxBackend(folder, 5)
 
 

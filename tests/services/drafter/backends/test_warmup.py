@@ -13,6 +13,7 @@ from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcom
 from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.warmup import warm_drafter
+from services.kernels.register import KERNELS
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
 from services.verifier.pass_times import warm_verifier
@@ -77,14 +78,14 @@ def test_a_warm_drafter_prepares_what_a_cold_one_does() -> None:
 def test_a_broken_model_is_left_to_its_requests(tmp_path: Path) -> None:
     """As on a GPU: what cannot be warmed up starts all the same, and tells whoever asks it."""
     folder = poison(write_tiny_model(tmp_path / "m", "llama"))
-    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+    with patch("services.drafter.backends.mlx.kernels", lambda: KERNELS["cuda"]):
         backend = MlxBackend(folder, 512)
     run_all(warm_drafter(backend))
     for _ in backend.open(1, PROMPT, Sampling()):
         pass
     with pytest.raises(NotNumbers, match="drafter"):
         list(backend.prepare(1, read_tree([23]), [2], 2))
-    with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
+    with patch("services.engine.target_model.kernels", lambda: KERNELS["cuda"]):
         verifier = Verifier(load(folder), 512)
     run_all(warm_verifier(verifier))
     assert not verifier._sequences

@@ -12,6 +12,7 @@ from protocol.decoding.token_tree import read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.engine.packing import pack_pass, supports_packing, supports_trees
+from services.engine.target_model import list_improvements, prepare_plain
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip
 from services.kernels.cpu.program import SETS, find_program
@@ -21,7 +22,6 @@ from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
 from services.runtime.preparation import run_all
 from services.sampling.device import choose
-from services.verifier.target_model import list_improvements, prepare_plain
 from tests.support.reference import for_the_cpu, reference, tiny_folder
 from tests.support.tiny_models import write_tiny_model
 

@@ -1,9 +1,9 @@
-"""The target as the verifier's passes see it: as a whole, or spread over ranks."""
+"""What a target can do, as found by tests: as a whole, or spread over ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -20,17 +20,17 @@ from services.engine.trace import FeatureReader
 from services.engine.traced_forward import TracedForward
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
-from services.kernels.cuda.attention import attend_table
-from services.kernels.cuda.blocks import equip_for_cuda
+from services.kernels.register import kernels
 from services.kv.cache import KVStore
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.fused_linear import fuse_linears
-from services.mlx.loader import compute_unit, windows_of
+from services.mlx.loader import LoadedModel, windows_of
 from services.mlx.rope import use_tables
 from services.runtime.preparation import Steps, run_all
 
 if TYPE_CHECKING:
     from services.mlx.taps import TrialPasses
+    from services.ranks.group import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,17 @@ class TargetModel:
         return logits
 
 
+class OpenTarget(NamedTuple):
+    """A target that is loaded."""
+
+    model: LoadedModel
+    """With ranks, rank 0's part only."""
+    target: TargetModel | None
+    """None if the whole model is here, and still to be prepared."""
+    compute_unit: str
+    ranks: "RankGroup | None"
+
+
 Improvement = Callable[[TargetModel], Steps[TargetModel]]
 """Tests what a target can do besides plain passes, and returns it with that."""
 
@@ -106,8 +117,8 @@ def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
 
     Arguments as for `prepare`.
     """
-    on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
-    if on_cpu and kernel_of(module) is None and (is_part or not equip(module)):
+    on_gpu, bucketed = kernels().on_gpu, kernels().plans_shapes
+    if not on_gpu and kernel_of(module) is None and (is_part or not equip(module)):
         use_tables(module)
     if bucketed:
         fuse_linears(module)
@@ -128,7 +139,7 @@ def prepare_plain(module: Any, *, is_part: bool = False) -> TargetModel:
         states=states,
         bucketed=bucketed,
         # On a CPU the pass and this process would compete for cores.
-        pipelines=not on_cpu,
+        pipelines=on_gpu,
         shares_passes=by_kernel,
         takes_trees=by_kernel,
     )
@@ -141,20 +152,21 @@ _WHOLE = ("trees", "a table", "traces")
 
 def list_improvements(target: TargetModel) -> Iterator[tuple[str, Improvement]]:
     """Yield what can be tested of this target on this device by name, in order."""
-    if compute_unit() == "cuda":
+    if kernels().equip is not None:
         yield "kernels", _try_kernels
     if not target.shares_passes:
         yield SHARED, _try_sharing
-    if compute_unit() == "cuda":
+    if kernels().attend_table is not None:
         yield "a table", _try_table
     if not target.takes_trees:
         yield "trees", _try_trees
-    if compute_unit() != "cpu":
+    if kernels().on_gpu:
         yield "traces", _try_traces
 
 
 def _try_kernels(target: TargetModel) -> Steps[TargetModel]:
-    yield from equip_for_cuda(target.verify)
+    if (equip_traces := kernels().equip) is not None:
+        yield from equip_traces(target.verify)
     return target
 
 
@@ -165,8 +177,9 @@ def _try_sharing(target: TargetModel) -> Steps[TargetModel]:
 
 
 def _try_table(target: TargetModel) -> Steps[TargetModel]:
-    """Find a table for shared passes on CUDA, if the model and the kernel support one."""
-    if not target.shares_passes:
+    """Find a table for shared passes, if the model and the kernel support one."""
+    attend_table = kernels().attend_table
+    if not target.shares_passes or attend_table is None:
         return target
     table = yield from find_table(target.verify, target.states.make, attend_table)
     if table is not None:

@@ -10,11 +10,11 @@ import pytest
 from launch.settings.settings import StackSettings
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
+from services.engine.target_model import TargetModel
 from services.kv.prefix_cache import PrefixCache
+from services.kv.prefix_cache_file import identify_kv, load, save
 from services.mlx.loader import LoadedModel
 from services.mlx.loader import load as load_model
-from services.verifier.prefix_cache_file import identify_kv, load, save
-from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
 from tests.support.reference import prepare_shared, said
 from tests.support.stack import running

@@ -23,7 +23,6 @@ from services.kv.dump_check import check_dump, sample_dumps
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
 from services.mlx.loader import LoadedModel, compute_unit
-from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
@@ -37,19 +36,31 @@ _UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
 
 @contextlib.contextmanager
 def persist_prefixes(
-    path: Path, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
+    path: Path,
+    prompts: PrefixCache,
+    model: LoadedModel,
+    how: str,
+    new_state: Callable[[], SequenceState],
+    *,
+    retire: Callable[[], None],
 ) -> Iterator[None]:
     """Load the prefixes of an earlier process from a file; save the present ones on exit.
 
-    `how` describes everything besides the model that changes its KV.
+    Args:
+        path: of the file.
+        prompts: the cache.
+        model: the target.
+        how: describes everything besides the model that changes its KV.
+        new_state: creates an empty state for a sequence.
+        retire: moves the open sequences to the cache.
     """
     identity = identify_kv(model, how)
-    load(path, prompts, identity, model.module, verifier.new_state)
+    load(path, prompts, identity, model.module, new_state)
     try:
         with exit_on_sigterm():
             yield
     finally:
-        verifier.retire_all()
+        retire()
         save(path, prompts, identity)
 
 
