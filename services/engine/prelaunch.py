@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, PassTimes, Revoke, Verify
 from services.engine.pass_handle import Ids, PassHandle, ReservedPass
 from services.engine.prelaunch_trial import find_doorbell
 from services.engine.traced_forward import TREE_ROWS, TracedForward
@@ -21,7 +20,6 @@ from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.runtime.inbox import Work
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -84,33 +82,30 @@ class Prelauncher:
         self._taken = self._missed = 0
         self._moved = _ASSUMED_MOVED
 
-    def expect_passes(self, times: PassTimes) -> None:
-        """Set the times measured at load, and drop statistics gathered until then."""
+    def expect_passes(self, pass_ms: Mapping[int, float]) -> None:
+        """Set the milliseconds of trees by rows, and drop statistics gathered until then."""
         self._lengths.clear()
-        if times.trees.keys() >= self._pass_ms.keys():
-            self._pass_ms = {size: times.trees[size] for size in self._pass_ms}
+        if pass_ms.keys() >= self._pass_ms.keys():
+            self._pass_ms = {size: pass_ms[size] for size in self._pass_ms}
 
-    def on_message(self, message: Work) -> None:
-        """Cancel for any message but the next verification, since it needs the device."""
-        if isinstance(message, Extend | Revoke):
-            return
-        if not (isinstance(message, Verify) and message.sequence == self._number):
+    def keep_for(self, number: int | None) -> None:
+        """Cancel the waiting pass unless it is this sequence's: other work needs the device."""
+        if number != self._number:
             self.call_off()
 
-    def launch(self, current: PassHandle, message: Verify, tree: TokenTree) -> None:
-        """Launch the pass after this one, if a request for it is likely.
+    def launch(self, current: PassHandle, tree: TokenTree, number: int) -> None:
+        """Launch the pass after this one, if it can be.
 
         Args:
             current: a pass with its choice, all requested results of which are lazy; its state
                 holds the tree.
-            message: its request.
             tree: of this pass.
+            number: of the sequence.
         """
         choice, state = current.choice, current.state
         if not isinstance(choice, mx.array) or isinstance(current.features, mx.array):
             return  # the host chooses, or has to fetch what is read of the target
-        follows = message.granted == 0 and not message.drafter_idle
-        if self._bell is None or self._traced is None or not follows or self._waiting is not None:
+        if self._bell is None or self._traced is None or self._waiting is not None:
             return
         moves = self._moved > _MOST_MOVED and not tree.is_chain
         fits = len(tree) <= max(self._pass_ms)
@@ -125,7 +120,7 @@ class Prelauncher:
                 after.features = self._send(after.features)
                 results.append(pending(after.features))
             self._bell.launch(*results)
-            self._waiting, self._number = after, message.sequence
+            self._waiting, self._number = after, number
 
     def claim(self, state: SequenceState, tree: TokenTree) -> ReservedPass | None:
         """Return the waiting pass, now the state's over this tree; None if there is none for it."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Tokens, Verify
+from protocol.messages import Tokens
 from services.engine.pass_handle import Ids, PassHandle, PassTiming, SubmittedPass
 from services.engine.prelaunch import Prelauncher
 from services.engine.runner import ModelRunner
@@ -92,6 +92,16 @@ class Scheduled(Protocol):
         ...
 
     @property
+    def drafter_idle(self) -> bool:
+        """True if no draft is prepared during its pass."""
+        ...
+
+    @property
+    def awaits_draft(self) -> bool:
+        """True if its next pass is over a tree that is being prepared during this one."""
+        ...
+
+    @property
     def comes_unasked(self) -> bool:
         """True if it will request a pass by itself, in a step or two."""
         ...
@@ -100,8 +110,8 @@ class Scheduled(Protocol):
         """Return the time until which waiting for its next verification pays; 0 if it does not."""
         ...
 
-    def choose(self, message: Verify, tree: TokenTree) -> None:
-        """Begin the choice of tokens after the current pass, unless the next one began it."""
+    def choose(self, tree: TokenTree) -> None:
+        """Begin the choice of tokens after the pass over a tree, unless the next one began it."""
         ...
 
     def choose_lazily(self) -> mx.array | None:
@@ -146,7 +156,7 @@ class Scheduler:
         return _LONGEST_WAIT * max(0.0, self.last_pass.ended - self.last_pass.started)
 
     def run(
-        self, sequence: Scheduled, message: Verify, tree: TokenTree
+        self, sequence: Scheduled, tree: TokenTree
     ) -> Generator[None, None, tuple[PassHandle, Ids | None]]:
         """Return the pass over a tree and its chosen tokens, None if the host chooses.
 
@@ -154,16 +164,15 @@ class Scheduler:
 
         Args:
             sequence: an open one.
-            message: its request.
-            tree: the part of it that is verified.
+            tree: what is verified of its request.
         """
         while True:
             handle = yield from self._start(sequence, tree)
-            sequence.choose(message, tree)
-            prelauncher = self.prelauncher
-            if prelauncher is not None and len(self._sequences) == 1 and not self._prompts:
-                prelauncher.launch(handle, message, tree)
-            if self.pipelines and not message.drafter_idle:
+            sequence.choose(tree)
+            prelauncher, is_alone = self.prelauncher, len(self._sequences) == 1
+            if prelauncher and is_alone and sequence.awaits_draft and not self._prompts:
+                prelauncher.launch(handle, tree, *self._sequences)
+            if self.pipelines and not sequence.drafter_idle:
                 handle.launch()
             if handle.choice is None:
                 return handle, None

@@ -80,13 +80,13 @@ class TargetSequence:
         self.rule.check(message, tree)
         return tree
 
-    def choose(self, message: Verify, tree: TokenTree) -> None:
-        """Begin the choice of tokens after the current pass, unless the next one began it."""
+    def choose(self, tree: TokenTree) -> None:
+        """Begin the choice of tokens after the pass over a tree, unless the next one began it."""
         head = self.passes[0]
         if head.choice is None and self.rule.is_likeliest:
             head.choice = head.best()
-        if head.choice is None:
-            head.choice = self.rule.begin(head.logits, message, tree)
+        if head.choice is None and self.request is not None:
+            head.choice = self.rule.begin(head.logits, self.request, tree)
 
     def choose_lazily(self) -> mx.array | None:
         """Begin the choice of the token after the current pass, if it `goes_on`; lazy."""
@@ -103,6 +103,11 @@ class TargetSequence:
         request = self.request
         granted = request is not None and request.granted > 0 and len(request.nodes) == 1
         return granted and self.rule.is_on_device
+
+    @property
+    def awaits_draft(self) -> bool:
+        """True if its next pass is over a tree that is being prepared during this one."""
+        return self.request is not None and not (self.request.granted or self.drafter_idle)
 
     @property
     def is_likeliest(self) -> bool:

@@ -71,4 +71,4 @@ class VerifierStages:
         times = yield from measure_passes(self._verifier, drafter_idle=kernels().on_gpu)
         self._identity.pass_times = times
         if self._verifier.scheduler.prelauncher is not None:
-            self._verifier.scheduler.prelauncher.expect_passes(times)
+            self._verifier.scheduler.prelauncher.expect_passes(times.trees)

@@ -120,8 +120,9 @@ class Verifier:
 
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `work_queue.Service`)."""
-        if self.scheduler.prelauncher is not None:
-            self.scheduler.prelauncher.on_message(message)
+        if self.scheduler.prelauncher is not None and not isinstance(message, Extend | Revoke):
+            is_next = isinstance(message, Verify)
+            self.scheduler.prelauncher.keep_for(message.sequence if is_next else None)
         if message.sequence != TRIAL_SEQUENCE:
             self._sequences.pop(TRIAL_SEQUENCE, None)
         match message:
@@ -290,7 +291,7 @@ class Verifier:
             drafter_idle = all(one.drafter_idle for one in self._sequences.values())
             self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
-            handle, tokens = yield from self.scheduler.run(sequence, message, tree)
+            handle, tokens = yield from self.scheduler.run(sequence, tree)
             judged = sequence.rule.accept(handle.logits, message, tree, tokens)
             if self.scheduler.prelauncher is not None:
                 self.scheduler.prelauncher.on_judged(tree, judged.rows)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
-from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
+from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
 from services.engine.pass_handle import PassHandle
 from services.engine.prelaunch import Prelauncher, choose_rows
 from services.engine.traced_forward import TREE_ROWS, TracedForward
@@ -98,10 +98,10 @@ def test_the_trees_of_the_warm_up_say_nothing_of_those_to_come() -> None:
     """They had all sizes; and passes are as dear as they were timed."""
     prelauncher = Prelauncher()
     prelauncher._lengths.extend([32] * 24)
-    prelauncher.expect_passes(PassTimes(trees=STEPPED))
+    prelauncher.expect_passes(STEPPED)
     assert not prelauncher._lengths
     assert prelauncher._pass_ms == STEPPED
-    prelauncher.expect_passes(PassTimes(trees={8: 1.0}))  # the time was over
+    prelauncher.expect_passes({8: 1.0})  # the time was over
     assert prelauncher._pass_ms == STEPPED
 
 
@@ -266,7 +266,7 @@ def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
     assert waiting.claim(state, tree) is not None
     for choice, waits in ((7, True), (-1, False)):
         current = PassHandle(state=state, choice=mx.array([choice]))
-        waiting.launch(current, stream.ask(tree), tree)
+        waiting.launch(current, tree, stream.number)
         assert waiting.settle(current) == [choice]
         assert bool(stream.bell.waiting) == waits
         waiting.call_off()
