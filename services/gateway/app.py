@@ -205,9 +205,8 @@ class Gateway:
             choices = model.planner.plan(task)
             if task.is_large and task.choices > 1:
                 await share_prompts(model.client, choices, task.choices)
-            status = await model.status()
-            model.check_drafter(task.drafter, status)
-            reply.open(choices, status)
+            model.check_drafter(task.drafter, await model.status())
+            reply.open(choices)
             async with contextlib.aclosing(generate_all(model.client, choices)) as events:
                 async for event in events:
                     yield event

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from protocol.gateway import GatewaySettings
-from protocol.messages import Status
 from services.gateway.errors import ApiError
 from services.gateway.task import Choice, Task
 from services.gateway.transcript import Piece
@@ -49,14 +48,13 @@ class Reply(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     choices: list[Choice] = field(default_factory=list, init=False)
-    status: Status = field(init=False)
 
     streamed_refusals: ClassVar[frozenset[str]] = frozenset()
     """Codes of errors that are sent as stream events even if nothing was sent before."""
 
-    def open(self, choices: list[Choice], status: Status) -> None:
-        """Attach the choices and the stack's status once the model is loaded."""
-        self.choices, self.status = choices, status
+    def open(self, choices: list[Choice]) -> None:
+        """Attach the choices once the model is loaded."""
+        self.choices = choices
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class CompletionsReply(Reply):
 
     def _figures(self, choice: Choice) -> dict[str, Any]:
         return {
-            "timings": report_timings(choice.end, choice.transcript.tokens, self.status),
+            "timings": report_timings(choice.end, choice.transcript.tokens),
             "ssd": report_speculation(choice.end, choice.request),
         }
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling, Status
+from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import EFFORTS, Choice, Effort, PromptInput, make_sampling
 from services.gateway.tools.calls import ToolFunction, complete_json
@@ -264,7 +264,7 @@ def count_usage(choices: list[Choice], *, prompts: int = 1) -> dict[str, Any]:
     }
 
 
-def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str, Any]:
+def report_timings(finished: Finished, tokens: int) -> dict[str, Any]:
     """Return times in ms and speeds in tokens per second, as llama.cpp does."""
     s = finished.statistics
     prompt_ms = s.phase_ms.get("prefill_verifier", 0.0)
@@ -280,7 +280,7 @@ def report_timings(finished: Finished, tokens: int, status: Status) -> dict[str,
         "draft_n": s.drafted,
         "draft_n_accepted": s.accepted,
         "draft_rounds": s.rounds - s.plain_rounds,
-        "draft_kind": status.draft_backend if s.drafted else None,
+        "draft_kind": (s.drafter.partition(" ")[0] or "ngram") if s.drafted else None,
     }
 
 

@@ -36,7 +36,7 @@ from services.gateway.reasoning import ThoughtFormat
 from services.gateway.task import Choice, TaskPlanner
 from services.gateway.template import ModelText
 from services.gateway.transcript import AnswerFormat, Transcript
-from tests.services.gateway.scripted import STATUS, ScriptedClient, finish, serving
+from tests.services.gateway.scripted import ScriptedClient, finish, serving
 
 GATEWAY = GatewaySettings(
     lifeline=0, listener=0, models=[GatewayModel(names=["m"], clients_address="")]
@@ -148,7 +148,7 @@ def make_reply(reading: Reading) -> Reply:
     choice = TaskPlanner(ModelText()).plan(reading.task)[0]
     reader = THINKS.reader(reading.task.functions)
     reply = reading.make_reply("m")
-    reply.open([Choice(0, choice.request, Transcript(reader))], STATUS)
+    reply.open([Choice(0, choice.request, Transcript(reader))])
     return reply
 
 
