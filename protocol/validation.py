@@ -23,6 +23,10 @@ _SENTENCES: list[tuple[re.Pattern[str], Callable[[re.Match[str], str], str]]] = 
         lambda match, name: f"{name} must be {_kinds(match[1])}, not {_kinds(match[2])}",
     ),
     (
+        re.compile(r"Expected `\w+` of length >= 1"),
+        lambda _, name: f"{name} must not be empty",
+    ),
+    (
         re.compile(r"Expected `(\w+)` of length (>=|<=|==) (\d+)"),
         lambda match, name: f"{name} must have {_LENGTHS[match[2]]}{match[3]} {_unit(match[1])}",
     ),
@@ -66,4 +70,4 @@ def _unit(kind: str) -> str:
 
 
 def _inside(name: str) -> str:
-    return f"in {name} " if name != _WHOLE else ""
+    return f"{name}: " if name != _WHOLE else ""

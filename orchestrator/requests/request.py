@@ -185,7 +185,7 @@ class Request:
         """
         if self.is_stopped and reason in ("length", "context"):
             reason = "stop"  # the stop string is complete before the last token
-        _log.info("request ends: %s %s", reason, error, extra=self.ids)
+        _log.info("request ends: %s", f"{reason}: {error}" if error else reason, extra=self.ids)
         if self.is_unreachable:
             return []
         rest = "" if self.is_stopped else self.text.flush()

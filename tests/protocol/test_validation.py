@@ -16,7 +16,7 @@ class Values(msgspec.Struct, forbid_unknown_fields=True):
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
     count: Annotated[int, msgspec.Meta(gt=0)] = 1
     mode: Literal["ar", "ssd"] = "ssd"
-    stop: list[str] = []
+    stop: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
     device: Annotated[str, msgspec.Meta(pattern="^cpu$")] = "cpu"
     inner: Inner | None = None
 
@@ -28,11 +28,12 @@ class Values(msgspec.Struct, forbid_unknown_fields=True):
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"count": 0}, "count must be at least 1"),
         ({"count": "many"}, "count must be a whole number, not text"),
-        ({"stop": "end"}, "stop must be a list, not text"),
+        ({"stop": "end"}, "stop must be a list or nothing, not text"),
+        ({"stop": []}, "stop must not be empty"),
         ({"stop": ["a", 1]}, "stop[1] must be text, not a whole number"),
         ({"mode": "fast"}, "mode cannot be 'fast'"),
         ({"speed": 1}, "there is no 'speed'"),
-        ({"inner": {"nam": 1}}, "in inner there is no 'nam'"),
+        ({"inner": {"nam": 1}}, "inner: there is no 'nam'"),
         ({"inner": {"name": "long"}}, "inner.name must have at most 3 characters"),
         ({"inner": 1}, "inner must be a table of names and values or nothing, not a whole number"),
         ({"device": "gpu"}, "device does not have the right form"),
