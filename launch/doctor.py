@@ -341,8 +341,8 @@ def _check_memory(needs: list[Needs], survey: HardwareReport, free: int) -> Find
 def _check_stack(pair: Pair, survey: HardwareReport) -> Finding:
     cores = share_cores(pair.backend)
     where = f" on cores {cores.verifier} and {cores.drafter}" if survey.device == "cpu" else ""
-    drafts = f"drafter by {pair.backend}" if pair.has_drafter else "prompt lookup"
-    text = f"target by MLX and {drafts}{where}, and an orchestrator"
+    drafts = f"drafter ({pair.backend})" if pair.has_drafter else "prompt lookup"
+    text = f"target and {drafts}{where}, and an orchestrator"
     shared = pair.backend in {"mlx", "head"} and survey.device != "cpu" and survey.devices < 2
     if shared:
         text += "; both models on one device take turns: ngram or the Neural Engine overlap"

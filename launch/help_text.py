@@ -122,7 +122,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
 }
 
 _WORDS = {
-    "--backend": "What drafts: a model, or prompt lookup (ngram).",
+    "--backend": "What drafts: a model, a head or a converted model.",
     "--draft-backend": "What drafts; auto: mlx with a draft model, else ngram.",
     "--max-tokens": "Longest answer in tokens.",
     "--min-p": "Keep tokens at least this likely relative to the best; 0 is off.",

@@ -10,7 +10,16 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from launch.models.catalog import Fit, Model, add_folder, find_model, list_models, pairs, remove
+from launch.models.catalog import (
+    Fit,
+    Model,
+    add_folder,
+    find_model,
+    list_models,
+    own_model,
+    pairs,
+    remove,
+)
 from launch.models.default_pair import DEFAULT
 from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.gguf_models import (
@@ -21,7 +30,7 @@ from launch.models.gguf_models import (
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.models.registry import add_default, add_from_registry, read_registry
-from launch.models.weights import bytes_on_cpu
+from launch.models.weights import bytes_of_kv, bytes_on_cpu
 from launch.settings.flags import Group
 from launch.settings.machine import compute_threads
 from launch.terminal import console
@@ -78,6 +87,7 @@ def rm(name: str, *, yes: bool) -> None:
 
     Of a folder that was given a name, only the name is removed.
     """
+    own_model(name)
     if not yes:
         click.confirm(f"remove the model {name!r}?", abort=True, err=True)
     console.note(f"removed {remove(name)}")
@@ -204,7 +214,7 @@ def _models_table(models: list[Model]) -> Table:
 
 
 def _pairs_table(fits: list[Fit]) -> Table:
-    table = _table("pairs: target", "drafter", ">size of it")
+    table = _table("pairs: target", "drafter", ">relative size")
     for fit in fits:
         table.add_row(fit.model, fit.draft_model, f"{100 * fit.ratio:.0f} %")
     return table
@@ -214,7 +224,8 @@ def _card(model: Model) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     stored = model.weight_bytes
     on_cpu = bytes_on_cpu(model.architecture, model.parameters, stored)
-    per_token = model.kv_bytes_per_token
+    kv = model.kv_bytes_per_token / 1e3
+    on_cpu_times = bytes_of_kv(model.architecture, on_cpu=True) / bytes_of_kv("", on_cpu=False)
     rows = {
         "model": model.name,
         "folder": model.folder,
@@ -226,7 +237,7 @@ def _card(model: Model) -> Table:
         "head": "frequent tokens only: a drafter" if model.only_drafts else "whole",
         "on disk": format_bytes(model.disk_bytes),
         "weights in memory": f"{format_bytes(stored)} on a GPU, {format_bytes(on_cpu)} on a CPU",
-        "KV in memory": f"{per_token / 1e3:.1f} kB a token on a GPU, twice that on a CPU",
+        "KV in memory": f"{kv:.1f} kB a token on a GPU, {on_cpu_times * kv:.1f} kB on a CPU",
     }
     for name, value in rows.items():
         table.add_row(name, value)

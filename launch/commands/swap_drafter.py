@@ -8,9 +8,9 @@ from launch.keyring import public_key
 from launch.models.pair import command_of
 from launch.settings.flags import Command
 from launch.settings.settings import BackendChoice, stack_settings
-from launch.stack.control import ask_supervisor
+from launch.stack.control import ask_supervisor, running_stack
 from launch.stack.orchestrator_link import OrchestratorLink
-from launch.stack.run_dir import DEFAULT_NAME, RunDir
+from launch.stack.run_dir import DEFAULT_NAME
 from launch.terminal import console
 from protocol.errors import RuntimeFailure
 from protocol.messages import Status, SwapDrafter
@@ -60,12 +60,14 @@ def command(
     )
     if draft_server and (reason := find_tcp_error(draft_server, _CONNECT_S)):
         raise RuntimeFailure(reason)
-    what = draft_model or draft_server or draft_backend
-    console.note(f"loading {what}; requests go on with the drafter before it")
-    with OrchestratorLink(RunDir(name).clients_address) as link:
+    clients_address = running_stack(name).clients_address
+    lookup = draft_backend in {"none", "ngram"}
+    what = draft_model or draft_server or ("prompt lookup" if lookup else draft_backend)
+    console.note(f"switching to {what}; until it is ready, requests keep the old drafter")
+    with OrchestratorLink(clients_address) as link:
         progress = SwapProgress(link, what)
         ask_supervisor(name, swap, timeout_s, meanwhile=progress.report)
-    console.note(f"switched: the stack {name!r} now drafts with {draft_backend}")
+    console.note(f"switched: the stack {name!r} now drafts with {what}")
 
 
 class StatusLink(Protocol):

@@ -126,6 +126,21 @@ def add_folder(folder: Path, name: str) -> None:
         ) from error
 
 
+def own_model(name: str) -> Path:
+    """Return the place of a model in our cache; raise UsageError if there is none."""
+    place = cache_dir() / "models" / name
+    if (
+        Path(name).name != name
+        or name in {"", ".", ".."}
+        or not (place.is_symlink() or place.is_dir())
+    ):
+        raise UsageError(
+            f"there is no model {name!r} in {str(place.parent)!r}; models of the hub are removed "
+            "by `hf cache`"
+        )
+    return place
+
+
 def remove(name: str) -> Path:
     """Remove a model from our cache, or only its name if its folder is elsewhere.
 
@@ -137,16 +152,7 @@ def remove(name: str) -> Path:
     Raises:
         UsageError: there is no such model in our cache.
     """
-    place = cache_dir() / "models" / name
-    if (
-        Path(name).name != name
-        or name in {"", ".", ".."}
-        or not (place.is_symlink() or place.is_dir())
-    ):
-        raise UsageError(
-            f"there is no model {name!r} in {str(place.parent)!r}; models of the hub are removed "
-            "by `hf cache`"
-        )
+    place = own_model(name)
     if place.is_symlink():
         folder = place.resolve()
         place.unlink()

@@ -59,6 +59,14 @@ def list_models(name: str, timeout_s: float) -> list[ModelStatus]:
     return reply.models if isinstance(reply, Models) else []
 
 
+def running_stack(name: str) -> RunDir:
+    """Return the run folder of the stack `name`; raise UsageError if it is not running."""
+    run_dir = RunDir(name)
+    if run_dir.running() is None:
+        raise UsageError(f"no stack named {name!r} is running; start one with `ssd launch`")
+    return run_dir
+
+
 def _ask(
     name: str,
     message: Message,
@@ -66,10 +74,7 @@ def _ask(
     timeout_s: float,
     meanwhile: Callable[[float], None] = lambda _: None,
 ) -> Answer:
-    run_dir = RunDir(name)
-    if run_dir.running() is None:
-        raise UsageError(f"no stack named {name!r} is running; start one with `ssd launch`")
-    channel: Channel[Answer] = Channel(run_dir.control_address, decoder)
+    channel: Channel[Answer] = Channel(running_stack(name).control_address, decoder)
     deadline = Deadline(timeout_s)
     with channel:
         channel.send(message)

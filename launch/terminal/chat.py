@@ -76,7 +76,7 @@ class Chat:
         elif command := self._commands.get(word):
             command(rest.strip())
         elif message.startswith("/"):
-            console.note(f"there is no command {word}; /help shows those there are")
+            console.note(f"there is no command {word}; /help lists them")
         elif message:
             self._answer(message)
 

@@ -76,7 +76,7 @@ def test_a_pair_that_fits(examined: Callable[..., dict[str, Any]]) -> None:
     found = examined(model=str(tiny_folder("llama")), draft_model=str(tiny_folder("llama")))
     assert found["healthy"]
     assert found["pair"].level == "ok"
-    assert "drafter by mlx" in found["stack"].text
+    assert "drafter (mlx)" in found["stack"].text
     assert found["schedule"].level == "note"  # it is as large as the target
     assert "1.00 passes of the target, and both share the device" in found["schedule"].text
 
@@ -95,6 +95,21 @@ def test_other_tokenizers_are_a_problem(
     assert "different tokenizers" in found["pair"].text
 
 
+def test_a_configuration_of_other_weights_is_a_problem(
+    examined: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """What mlx-lm says of them is the finding: no stack would start."""
+    folder = write_tiny_model(tmp_path / "t", "llama")
+    assert examined(model=str(folder))["layers"].level == "ok"
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
+    assert config.read_text(encoding="utf-8") != text
+    found = examined(model=str(folder))
+    assert (found["healthy"], found["layers"].level) == (False, "problem")
+    assert "parameters not in model" in found["layers"].text
+
+
 def test_too_little_memory_is_a_problem(
     examined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +126,7 @@ def test_a_converted_drafter_is_no_problem(examined: Callable[..., dict[str, Any
     found = examined(model=str(tiny_folder("llama")), draft_model=str(folder))
     assert (found["healthy"], found["pair"].level) == (True, "ok")
     assert f"3 layers for CoreML, {SLOTS} tokens" in found["drafter"].text
-    assert "drafter by coreml" in found["stack"].text
+    assert "drafter (coreml)" in found["stack"].text
     shape = read_manifest(folder).architecture
     conversion = conversion_in(folder)
     state = 2 * shape.layers * shape.kv_heads * shape.head_dim * SLOTS * np.float16().nbytes

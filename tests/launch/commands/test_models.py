@@ -146,7 +146,9 @@ def test_inspect(tmp_path: Path, family: str) -> None:
     assert bool(found["quantization"]) == (family == "quantized")
     assert found["vocabulary_size"] > 10
     printed = ssd("inspect", str(folder)).stdout
-    for word in (found["vocabulary"], "on a GPU", "on a CPU", found["quantization"] or "none"):
+    kv = found["kv_bytes_per_token"] / 1e3  # a float16 has two bytes on both
+    memory = f"{kv:.1f} kB a token on a GPU, {kv:.1f} kB on a CPU"
+    for word in (found["vocabulary"], memory, found["quantization"] or "none"):
         assert word in printed
 
 
@@ -407,8 +409,9 @@ def test_what_cannot_be_named(caches: Path, tiny: Path, tmp_path: Path) -> None:
 def test_only_own_models_are_removed(caches: Path, name: str) -> None:
     """Nothing outside our cache, and not our cache itself."""
     (caches / "ssd" / "models").mkdir(parents=True, exist_ok=True)
-    result = ssd("rm", name, "--yes")
-    assert isinstance(result.exception, UsageError)
+    for confirmed in (["--yes"], []):  # nothing is asked about what is not there
+        result = ssd("rm", name, *confirmed)
+        assert isinstance(result.exception, UsageError)
     assert (caches / "ssd" / "models").is_dir()
 
 

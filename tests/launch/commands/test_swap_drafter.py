@@ -55,6 +55,14 @@ def test_flags_are_those_of_generate() -> None:
     assert CliRunner().invoke(command, ["--backend", "ngram"]).exit_code == 2
 
 
+@pytest.mark.usefixtures("run_dir")
+def test_without_a_stack_nothing_is_loaded() -> None:
+    """The error comes first, and alone."""
+    done = CliRunner().invoke(command, ["--draft-backend", "none", "--name", "nobody"])
+    assert isinstance(done.exception, UsageError)
+    assert done.output == ""
+
+
 def test_no_drafter_is_prompt_lookup() -> None:
     """`none` starts no process that drafts, and takes no model."""
     pair = Pair("target", "drafter", "mlx")
