@@ -101,6 +101,9 @@ def run(command: click.Command, name: str) -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(_INTERRUPTED)
+    except OSError as error:  # a full disk, a folder that cannot be written
+        console.stderr().print(f"error: {error}", markup=False)
+        sys.exit(RuntimeFailure.exit_code)
 
 
 if __name__ == "__main__":

@@ -83,15 +83,15 @@ def command(**options: Any) -> None:  # fmt: skip
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console.stderr(), transient=True) as progress:
         result = measure(config, partial(_bars, progress))
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    if write is not None and report is not None:
-        write(result, report)
     _show(result)
     for sentence in headline(result):
         console.stdout().print(sentence, style="bold", markup=False)
     if reading := describe_reading(result):
         console.stdout().print(reading, markup=False)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    if write is not None and report is not None:
+        write(result, report)
     require_lossless(result.checks)
     if config.runs:
         console.stdout().print(verdict(result.checks), markup=False)

@@ -21,39 +21,14 @@ _MIB = 1024**2
 _DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
 
 WITHOUT_FLAG = (
-    "allowed_hosts",
-    "compute_units",
-    "cpu_activations",
-    "draft_timeout_s",
-    "draft_weights",
-    "hang_timeout_s",
-    "idle_unload",
-    "key",
-    "kv_bytes",
-    "max_body_bytes",
-    "max_deaths",
-    "max_prompt_bytes",
-    "max_prompt_tokens",
-    "max_stop_bytes",
-    "max_stop_strings",
-    "max_waiting",
-    "memory_bytes",
-    "metal_kernels",
-    "parse_special",
-    "prefill",
-    "prompt_cache_bytes",
-    "prompt_memory_bytes",
-    "prompt_timeout_s",
-    "rank_port",
-    "rank_python",
-    "rank_timeout_s",
-    "rate_limit",
-    "restart_window_s",
-    "restarts",
-    "start_timeout_s",
-    "strict",
+    "allowed_hosts", "compute_units", "cpu_activations", "draft_timeout_s", "draft_weights",
+    "hang_timeout_s", "idle_unload", "key", "kv_bytes", "max_body_bytes", "max_deaths",
+    "max_prompt_bytes", "max_prompt_tokens", "max_stop_bytes", "max_stop_strings",
+    "max_waiting", "memory_bytes", "metal_kernels", "parse_special", "prefill",
+    "prompt_cache_bytes", "prompt_memory_bytes", "prompt_timeout_s", "rank_port", "rank_python",
+    "rank_timeout_s", "rate_limit", "restart_window_s", "restarts", "start_timeout_s", "strict",
     "verify_timeout_s",
-)
+)  # fmt: skip
 """Rarely needed settings of a stack: in `ssd.toml`, in the environment, or by `--set`."""
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
 
-USAGE, MODEL = 2, 3
+USAGE, MODEL, RUNTIME = 2, 3, 4
 SSD_S = 400.0
 """A whole benchmark takes a minute on a machine with two busy cores."""
 
@@ -67,6 +67,13 @@ def test_unusable_arguments(run_dir: Path, arguments: list[str], words: list[str
 def test_standard_input_that_is_not_text() -> None:
     """Bytes that are not UTF-8 are refused by name."""
     complains(ssd("generate", "-p", "-", stdin=b"\xff\xfe\x00"), USAGE, "not UTF-8")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system says of a file is a sentence that names it."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "file"))
+    complains(ssd("models", "add", "default"), RUNTIME, "Not a directory", str(tmp_path / "file"))
 
 
 def test_a_prompts_file_with_a_broken_line(tmp_path: Path) -> None:
