@@ -6,7 +6,7 @@ anew for every layer, shares them among all layers of a forward pass.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,15 +70,6 @@ _STEADY = (nn.RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 _FEWEST_POSITIONS = 1024
 
 
-class Angles(NamedTuple):
-    """Rotation of the rows of a pass: cos and sin [any, dims / 2] of all positions so far."""
-
-    positions: npt.NDArray[np.int32]
-    """[tokens] the positions of the rows."""
-    cos: npt.NDArray[np.float32]
-    sin: npt.NDArray[np.float32]
-
-
 class Tables:
     """cos and sin of the latest frame, [tokens, size], shared by layers of equal RoPE.
 
@@ -91,8 +82,6 @@ class Tables:
         self._dims = dims
         self._offset: Offset | None = None
         self._tables: tuple[mx.array, mx.array] | None = None
-        self._latest: tuple[Offset, Angles] | None = None
-        self._known: Angles | None = None
 
     def at(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
         """Return the tables for these positions; the sine includes the sign of its target half."""
@@ -104,29 +93,12 @@ class Tables:
             self._offset, self._tables = offset, self._compute(offset, tokens, size)
         return self._tables
 
-    def angles(self, offset: Offset, tokens: int) -> Angles:
-        """Return the angles of the rows at these positions, for use outside MLX."""
-        latest = self._latest
-        if latest is None or not _is_same(offset, latest[0]) or len(latest[1].positions) != tokens:
-            positions = np.array(offset, np.int32).reshape(-1)
-            if len(positions) != tokens:
-                positions = positions[0] + np.arange(tokens, dtype=np.int32)
-            latest = self._latest = offset, self.angles_at(positions)
-        return latest[1]
-
-    def angles_at(self, positions: npt.NDArray[np.int32]) -> Angles:
-        """Return the angles of rows at positions [tokens], for use outside MLX."""
-        known = self._known
-        if known is None or positions.max(initial=0) >= len(known.cos):
-            known = self._known = self._by_position(int(positions.max(initial=0)) + 1)
-        return known._replace(positions=positions)
-
-    def _by_position(self, count: int) -> Angles:
+    def angles(self, count: int) -> list[npt.NDArray[np.float32]]:
+        """Return cos and sin of `count` positions or more, [any, dims / 2], for use outside MLX."""
         rounded = max(_FEWEST_POSITIONS, 1 << (count - 1).bit_length())
         cos, sin = self._compute(0, rounded, self._dims)
         half = self._dims // 2
-        found: Any = (np.array(cos[:, :half]), np.array(sin[:, half:]))
-        return Angles(np.zeros(0, np.int32), *found)
+        return [np.array(cos[:, :half]), np.array(sin[:, half:])]
 
     @property
     def are_steady(self) -> bool:

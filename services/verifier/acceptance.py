@@ -41,7 +41,8 @@ class AcceptanceRule:
         shape = opened.sampling.logits_options
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
         greedy = is_greedy(self._sampling)
-        on_host = not kernels().on_gpu or uses_rejection(self._sampling)
+        self._rejects = uses_rejection(self._sampling)
+        on_host = not kernels().on_gpu or self._rejects
         on_logits = not goes_beyond(self._sampling, device.APPLIED)
         is_plain = on_logits and shape is None and self._sampling.logprobs is None
         self.is_on_device = is_plain and (greedy or not on_host)
@@ -55,7 +56,7 @@ class AcceptanceRule:
         Under the rejection rule a draft token is accepted or rejected on its own, whatever else was
         drafted in its place; that the output follows p is proved for chains only.
         """
-        if uses_rejection(self._sampling) and not tree.is_chain:
+        if self._rejects and not tree.is_chain:
             raise ProtocolError("the rejection rule takes chains, not trees")
         if len(message.distributions) not in (0, len(tree) - 1):
             raise ProtocolError(
@@ -121,7 +122,7 @@ class AcceptanceRule:
             return AcceptanceResult(accepted, chosen[accepted[-1]], [])
         device.check_finite(logits)
         rows = host_floats(logits)
-        if uses_rejection(self._sampling):
+        if self._rejects:
             judged = self._reject(rows, message, tree)
         else:
             judged = self._walk(rows, message, tree)

@@ -8,6 +8,7 @@ several, chains and trees are the same to it: a row has the same bits in all of 
 import ctypes
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,9 @@ class DecoderKernel:
         self._heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
         self._windows = window_sizes(model)
         self._rotations = rotations_of(self._layers)
+        self._angles: list[list[npt.NDArray[np.float32]]] = []
+        self._turned = 0
+        """Positions that the angles cover."""
         kinds = zip(self._layers, self._rotations.of_layer, self._windows, strict=True)
         blocks = (BlockStruct * len(self._layers))(*(self._block(*kind) for kind in kinds))
         if len({(block.q.outputs, block.gate.outputs) for block in blocks}) > 1:
@@ -195,9 +199,12 @@ class DecoderKernel:
         logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
         positions = np.concatenate([store.span.own_positions for store in stores]).astype(np.int32)
         cos, sin = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
-        for at, table in enumerate(self._rotations.tables):
-            held.append(angles := table.angles_at(positions))
-            cos[at], sin[at] = address(angles.cos), address(angles.sin)
+        count = int(positions.max(initial=0)) + 1
+        if count > self._turned:
+            self._angles = [table.angles(count) for table in self._rotations.tables]
+            self._turned = min((len(one) for one, _ in self._angles), default=sys.maxsize)
+        for at, turns in enumerate(self._angles):
+            cos[at], sin[at] = map(address, turns)
         numbers = (ctypes.c_int * len(tapped))(*tapped)
         places = (ctypes.c_void_p * len(tapped))(*[own.ctypes.data for own in states])
         one = PassStruct(
