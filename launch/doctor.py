@@ -13,7 +13,7 @@ from launch.bench.bandwidth import describe_ceiling, read_weight_bytes
 from launch.models.coreml_facts import conversion_in
 from launch.models.coreml_models import find_converted, is_converted
 from launch.models.pair import Pair, pair_of
-from launch.models.recommendation import plan_schedule
+from launch.models.recommendation import describe_schedule, plan_by_weights
 from launch.models.weights import Weights, stays_packed, weights_of
 from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
@@ -240,11 +240,11 @@ def _examine_schedule(pair: Pair, survey: HardwareReport) -> list[Finding]:
     drafter = read_weight_bytes(pair.draft_model, survey.device) if pair.backend == "mlx" else 0
     if not (target and drafter):
         return []
-    schedule = plan_schedule(
-        drafter / target, _ACCEPTANCE, shares=survey.device == "cpu" or survey.devices < 2
-    )
-    level: Level = "ok" if schedule.draft_tokens else "note"
-    return [Finding(level, "schedule", schedule.describe())]
+    shares = survey.device == "cpu" or survey.devices < 2
+    cost = drafter / target
+    pays = plan_by_weights(cost, _ACCEPTANCE, shares=shares).draft_tokens > 0
+    text = describe_schedule(cost, _ACCEPTANCE, shares=shares)
+    return [Finding("ok" if pays else "note", "schedule", text)]
 
 
 def _needs_here(target: Needs, settings: StackSettings) -> Needs:

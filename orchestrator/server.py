@@ -175,7 +175,7 @@ class Orchestrator:
             case Prefilled():
                 self._on_prefilled(peer.hello.role, message)
             case Prepared():
-                self._estimates.expect_passes(message.pass_times)
+                self._estimates.expect_passes(message.pass_times, peer.hello.role)
             case Hello() | VerificationOutcome():
                 pass  # one was handled before; the other is not for a drafter to send
 

@@ -109,15 +109,15 @@ def describe_planner(planner: Planner, now: float) -> PlannerState:
     """Describe this planner's plan for the next round; `now` on the monotonic clock."""
     switch = planner.estimates.switch(planner.mode)
     speculating = planner.should_speculate
-    plain = planner.report_plain(now)
+    plain_tok_s, plain_age_s = planner.report_plain(now)
     return PlannerState(
         mode=planner.mode,
         speculating=speculating,
         num_draft_tokens=planner.depth if speculating else 0,
         branches=planner.branches if speculating and planner.mode == "ssd" else 0,
         speculative_tok_s=switch.speculative_tok_s if switch is not None else 0.0,
-        plain_tok_s=plain.tok_s,
-        plain_age_s=plain.age_s,
+        plain_tok_s=plain_tok_s,
+        plain_age_s=plain_age_s,
     )
 
 

@@ -171,9 +171,12 @@ _MillisecondsByRows = Annotated[
 
 
 class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Milliseconds of a verifier's passes by their tokens, measured between requests."""
+    """Milliseconds of a service's passes by their tokens, measured between requests."""
 
     chains: _MillisecondsByRows = {}
+    """Verifier: while the drafter is idle. Drafter: of a token drafted while the target waits."""
+    contended: _MillisecondsByRows = {}
+    """Verifier: chains without the cores of the drafter, which it uses otherwise."""
     trees: _MillisecondsByRows = {}
 
 
@@ -221,7 +224,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True)
     ranks: list[RankStatus] = []
     """Verifier: the processes that share the model; empty for a single one."""
     pass_times: PassTimes = PassTimes()
-    """Verifier: initial estimates for the planner; empty: not measured yet."""
+    """Initial estimates for the planner; empty: not measured yet."""
     preparation: PreparationState = PreparationState()
     """The stages that follow, unless there are none."""
     features: FeatureRequest | None = None

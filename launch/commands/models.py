@@ -255,7 +255,7 @@ def _format_recommendation(r: Recommendation) -> Text:
         f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
         f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",
     ]
-    facts += [r.schedule.describe()] if r.schedule else []
+    facts += [r.schedule] if r.schedule else []
     facts += [f"measured: {r.measured}"] if r.measured else []
     facts += [r.note] if r.note else []
     dim = "" if r.fits else "dim"

@@ -2,11 +2,18 @@
 
 import importlib.resources
 import tomllib
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from launch.models.weights import bytes_of_kv, bytes_on_cpu
+from orchestrator.learning.latency import VerifyLatency
+from orchestrator.learning.schedule import (
+    ASSUMED_HITS,
+    Schedule,
+    plan_schedule,
+    tokens_per_round,
+)
 from protocol.errors import UsageError
 from protocol.heads import HeadFormat
 
@@ -29,9 +36,6 @@ _ARCHITECTURES = {"SmolLM2": "llama", "Llama 3": "llama", "Qwen 2.5": "qwen2", "
 _CORE_BYTES_S = 9e9
 """Memory bandwidth of one core: 0.54 GB of weights 17 times a second, measured on a Xeon."""
 _SLOWEST_TOK_S = 3.0
-_LONGEST_DRAFT = 8
-_LEAST_GAIN = 1.05
-"""Gain below which the further rows of a verification cost more than drafts bring."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 
@@ -59,33 +63,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pair: list[_Entry]
 
 
-class Schedule(NamedTuple):
-    """When a drafter works, as far as it can be told before anything is loaded."""
-
-    cost: float
-    """T_d over T_v: a drafted token's time, in passes of the target."""
-    acceptance: float
-    """Assumed."""
-    shares: bool
-    """True if both compute on the same device, so that no drafting is hidden."""
-    draft_tokens: int
-    """Per round; 0: drafting does not pay."""
-    gain: float
-    """Speed over plain decoding, at most: further rows of a pass count as free."""
-
-    def describe(self) -> str:
-        """Describe it in a sentence."""
-        text = f"a drafted token costs about {self.cost:.2f} passes of the target"
-        where = "and both share the device" if self.shares else "on a device of its own"
-        if not self.draft_tokens:
-            return f"{text}, {where}: drafts will not pay; plain decoding with prompt lookups"
-        way = "in turn" if self.shares else "hidden under verifications"
-        return (
-            f"{text}, {where}: drafts of {self.draft_tokens} {way}, at most {self.gain:.2f} times "
-            f"plain decoding at an acceptance of {self.acceptance:.2f} (assumed)"
-        )
-
-
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """A pair, its requirements, and its expected gain."""
 
@@ -102,8 +79,8 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     assumed_acceptance: float
     expected_tokens_per_round: float
     """Expectation with 4 draft tokens, if the assumption holds; an upper bound of the speed-up."""
-    schedule: Schedule | None
-    """On a CPU; elsewhere it depends on the device of the drafter."""
+    schedule: str
+    """On a CPU, the planner's schedule; elsewhere empty: it depends on the drafter's device."""
     measured: str
     """Location of this project's measurements; empty: none."""
     note: str
@@ -170,7 +147,9 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
         plain_tok_s=speed,
         assumed_acceptance=entry.acceptance,
         expected_tokens_per_round=tokens_per_round(entry.acceptance, _NUM_DRAFT_TOKENS),
-        schedule=plan_schedule(drafted / weights, entry.acceptance) if cpu_cores else None,
+        schedule=describe_schedule(drafted / weights, entry.acceptance, shares=True)
+        if cpu_cores
+        else "",
         measured=entry.measured,
         note=entry.note,
         head=entry.head,
@@ -186,23 +165,20 @@ def _weight_bytes(entry: _Entry, billions: float, bits: float, *, on_cpu: bool) 
     return bytes_on_cpu(architecture, parameters, stored) if on_cpu else stored
 
 
-def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
-    """Return E(K) = (1 - a^(K+1)) / (1 - a): tokens per round at acceptance rate a."""
-    return (1.0 - acceptance ** (num_draft_tokens + 1)) / (1.0 - acceptance)
+def plan_by_weights(cost: float, acceptance: float, *, shares: bool) -> Schedule:
+    """Return the planner's schedule for a drafter whose token costs `cost` passes of the target.
 
-
-def plan_schedule(cost: float, acceptance: float, *, shares: bool = True) -> Schedule:
-    """Return the best draft length for a drafter whose token costs `cost` passes of the target.
-
-    Passes are as long as reading the weights takes. In turn, K drafted tokens cost K passes of the
-    drafter; during a verification on other hardware, only what exceeds it.
+    Further rows of a pass cost what the planner assumes until they are timed. `shares`: both
+    compute on one device.
     """
-    rounds = {
-        count: 1.0 + count * cost if shares else max(1.0, count * cost)
-        for count in range(1, _LONGEST_DRAFT + 1)
-    }
-    gains = {count: tokens_per_round(acceptance, count) / took for count, took in rounds.items()}
-    best = max(gains, key=gains.__getitem__)
-    if gains[best] < _LEAST_GAIN:
-        return Schedule(cost, acceptance, shares, 0, 1.0)
-    return Schedule(cost, acceptance, shares, best, gains[best])
+    latency = VerifyLatency().of
+    hits = 0.0 if shares else ASSUMED_HITS
+    return plan_schedule(latency, latency, cost, acceptance, hits=hits)
+
+
+def describe_schedule(cost: float, acceptance: float, *, shares: bool) -> str:
+    """Describe that schedule, and what it follows from."""
+    schedule = plan_by_weights(cost, acceptance, shares=shares)
+    where = "both share the device" if shares else "on a device of its own"
+    assumed = f" at an acceptance of {acceptance:.2f} (assumed)" if schedule.draft_tokens else ""
+    return f"a drafted token costs about {cost:.2f} passes, {where}: {schedule}{assumed}"

@@ -4,7 +4,6 @@ Shared by all requests of a stack. Pure: it consumes events and answers queries.
 """
 
 from collections.abc import Callable, Sequence
-from math import ceil
 from typing import TypeVar
 
 from orchestrator.learning.averages import FADE, PRIOR, DiscountedRatio, Ema
@@ -13,6 +12,7 @@ from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import STALL, StepLatency, VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.learning.schedule import ASSUMED_HITS, Schedule, plan_schedule
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Hello, Mode, Origin, PassTimes, Role
 
@@ -58,7 +58,7 @@ class CostModel:
         self.calibrations = _by_origin(Calibration)
         self.after_rejection = _by_origin(lambda: HitCurve(AFTER_REJECTION))
         self.after_all = _by_origin(lambda: HitCurve(AFTER_ALL))
-        self.hits = Ema(0.5, weight=3.0)
+        self.hits = Ema(ASSUMED_HITS, weight=3.0)
         """Hit rate of rounds with a working drafter."""
         self.recent = DiscountedRatio()
         """Tokens and milliseconds of recent rounds of all kinds."""
@@ -81,34 +81,41 @@ class CostModel:
         self.drafts_in_turn = False
         """True if the drafter should rest during verifications: at first if both share cores."""
         self._switches: dict[tuple[Mode, int], SpeculationSwitch] = {}
-        self._pass_times = PassTimes()
+        self._pass_times: dict[Role, PassTimes] = {}
         self._models: dict[Role, tuple[str, str]] = {}
-        self._on_cpu: dict[Role, bool] = {}
+        self._units: dict[Role, str] = {}
 
     def on_hello(self, hello: Hello) -> None:
-        """Start from the verifier's passes, if timed; forget measurements of another pair."""
+        """Start from what the services timed; forget measurements of another pair."""
         name = hello.backend, hello.model
         if self._models.setdefault(hello.role, name) != name:
             models = {**self._models, hello.role: name}
-            kept = {"streams": self.streams, "_models": models, "_on_cpu": self._on_cpu}
-            times = self._pass_times if hello.role == "drafter" else PassTimes()
+            kept = {"streams": self.streams, "_models": models, "_units": self._units}
+            times = {role: ms for role, ms in self._pass_times.items() if role != hello.role}
             # In place: the planners of running requests hold this object.
             vars(self).update(vars(CostModel()) | kept)
-            self.expect_passes(times)
-        self._on_cpu[hello.role] = hello.compute_unit == "cpu" and hello.backend != "remote"
-        self.drafts_in_turn = len(self._on_cpu) > 1 and all(self._on_cpu.values())
+            for role, measured in times.items():
+                self.expect_passes(measured, role)
+        self._units[hello.role] = hello.compute_unit if hello.backend != "remote" else ""
+        target, drafter = (self._units.get(role, "") for role in ("verifier", "drafter"))
+        self.drafts_in_turn = bool(target) and target == drafter
         if hello.role == "drafter":
             on_gpu = hello.compute_unit.partition(":")[0] in _GPUS  # "cuda:1" names a card
             self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU
-        else:
-            self.expect_passes(hello.pass_times)
+        self.expect_passes(hello.pass_times, hello.role)
 
-    def expect_passes(self, times: PassTimes) -> None:
-        """Expect the target's passes to take as long as these, if there are any."""
-        if times.chains and times != self._pass_times:  # otherwise the measurements since hold
-            self._pass_times = times
-            self.verify_latency.expect(times.chains)
+    def expect_passes(self, times: PassTimes, role: Role = "verifier") -> None:
+        """Expect the passes of a model to take as long as these, if there are any."""
+        if not times.chains or times == self._pass_times.get(role):
+            return  # the measurements since hold
+        self._pass_times[role] = times
+        if role == "drafter":
+            self.backup_ms = Ema(times.chains[1], weight=1.0)
+        else:
+            self.verify_latency.expect(times.contended or times.chains)
+            self.verify_latency.is_observed = bool(times.contended)
             self.plain_latency.expect(times.chains)
+        self._compare_ways()
 
     def switch(self, mode: Mode) -> SpeculationSwitch | None:
         """Return the switch of a mode; None: plain decoding, regardless of gain."""
@@ -117,10 +124,12 @@ class CostModel:
         return self._switches.setdefault((mode, self.streams), SpeculationSwitch())
 
     def on_new_text(self, mode: Mode) -> None:
-        """Prepare for a request of this mode."""
-        for (of, _), switch in self._switches.items():
-            if of == mode:
-                switch.on_new_text()
+        """Prepare for a request of this mode: it speculates if good drafts may pay."""
+        hits = ASSUMED_HITS if mode == "ssd" else 0.0
+        may_gain = self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
+        for streams in range(1, MOST_SPECULATING + 1):
+            switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
+            switch.on_new_text(may_gain=may_gain)
 
     @property
     def draft_token_ms(self) -> float:
@@ -224,11 +233,8 @@ class CostModel:
     def _judge_speed(self, observation: RoundObservation, idle_ms: float, usual_ms: float) -> None:
         """Feed the switch with the gain of a round, if it is informative."""
         switch = self.switch(observation.mode)
-        # Rounds without a drafter, or started before the switch changed, do not count; nor do
-        # lookups, which exist with and without a drafter.
-        if switch is None or observation.by_hand or observation.speculating != switch.speculating:
-            return
-        if observation.origin == "lookup":
+        # Lookups exist with and without a drafter.
+        if switch is None or observation.by_hand or observation.origin == "lookup":
             return
         # A stall is not representative: a kernel is compiled, or other programs used the core.
         if self.streams == 1:
@@ -239,20 +245,29 @@ class CostModel:
             since_ms = observation.since_last_ms or idle_ms + observation.verify_ms
             time_ms = min(since_ms, STALL * self.streams * usual_ms)
         switch.observe(
-            observation.accepted + 1, time_ms, observation.accepted, now=observation.ended_at
+            observation.accepted + 1,
+            time_ms,
+            self._least_loss_ms(observation.mode),
+            speculating=observation.speculating,
+            now=observation.ended_at,
         )
 
-    def _compare_ways(self) -> None:
-        """Choose between drafting during verifications and in turn with them.
+    def _least_loss_ms(self, mode: Mode) -> float:
+        """Return the extra time of a round with one wrong draft token."""
+        in_turn = mode == "sd" or self.drafts_in_turn
+        latency = self.plain_latency if in_turn else self.verify_latency
+        round_ms = latency.of(self.streams + 1) + (self.draft_token_ms if in_turn else 0.0)
+        return max(0.0, round_ms - self.plain_latency.of(self.streams))
 
-        Drafting during a verification may slow it down; in turn, the target also waits where the
-        draft would have been ready.
-        """
-        contended, alone = self.verify_latency, self.plain_latency
-        if not (contended.is_observed and alone.is_observed and self.draft_token_ms):
-            return
-        drafted = ceil(self.draft_length)
-        lost_ms = contended.of(drafted + 1) - alone.of(drafted + 1)
-        wait_ms = drafted * self.draft_token_ms + self.wait_overhead_ms
-        least = 1.0 / _CLEARLY if self.drafts_in_turn else _CLEARLY
-        self.drafts_in_turn = lost_ms > least * self.hits.value * wait_ms
+    def _compare_ways(self) -> None:
+        """Choose between drafting during verifications and in turn with them."""
+        if self.verify_latency.is_observed and self.plain_latency.is_known and self.draft_token_ms:
+            prefer = _CLEARLY if self.drafts_in_turn else 1.0 / _CLEARLY
+            planned = self._plan_schedule(self.backup_rate, self.hits.value, prefer)
+            if planned.way != "plain":
+                self.drafts_in_turn = planned.way == "in turn"
+
+    def _plan_schedule(self, acceptance: float, hits: float, prefer: float = 1.0) -> Schedule:
+        alone, contended = self.plain_latency.of, self.verify_latency.of
+        draft_ms = self.draft_token_ms
+        return plan_schedule(alone, contended, draft_ms, acceptance, hits=hits, prefer=prefer)

@@ -45,7 +45,7 @@ class VerifyLatency:
         self.is_known = bool(passes)
         """True if anything was measured, at load or in rounds."""
         self.is_observed = False
-        """True if rounds were measured."""
+        """True if passes were measured under the conditions of these rounds."""
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """Add a pass over this many rows."""
@@ -96,11 +96,6 @@ class StepLatency:
     def observe(self, depth: int, milliseconds: float) -> None:
         """Add one depth."""
         (self._first_ms if depth == 1 else self._later_ms).observe(milliseconds)
-
-    @property
-    def is_known(self) -> bool:
-        """True if anything was measured."""
-        return self._first_ms.is_known or self._later_ms.is_known
 
     @property
     def step_ms(self) -> float:

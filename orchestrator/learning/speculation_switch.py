@@ -1,67 +1,41 @@
-"""The speculation switch: compares both ways to decode, and decides when to try which.
+"""The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
-Speculation continues until it has lost a few tokens' time against plain decoding, counted from its
-best moment (Page's cumulative sum test): a gain survives unlucky stretches of text, and a loss ends
-after a bounded cost. Before its first gain it may lose only as much as bad luck explains, which is
-little if little is accepted. Plain decoding is measured in separate rounds: first after a few
-rounds if few drafts are accepted, and again before an old measurement ends speculation. Failed
-trials become rarer; a new text gets one early.
+Plain decoding is measured first. A text starts with a token of credit, and with half while the
+pair has lost more than it gained. Speculative rounds add their gain over plain decoding, or take
+their loss, and the planner risks no more than is left. Without credit the target decodes plainly,
+which earns the next trial: an answer loses little more than the credit that it started with.
 """
 
 from dataclasses import dataclass, field
 
 from orchestrator.learning.averages import FADE, DiscountedRatio
 
-_ROUNDS = 3
-"""Rounds that measure plain decoding, and rounds of speculation before that if acceptance is
-poor.
+_START, _MOST = 1.0, 6.0
+"""Credit of a new text, and the most that gains add up to: acceptance varies by about one token
+per round, so a gain survives unlucky stretches of text.
 """
-_POOR, _LATER = 0.7, 24
-"""Accepted tokens per round below which plain decoding is likely to be faster, so that measuring
-it costs nothing; and the rounds before it is measured otherwise.
-"""
-_MOST_LOSS = 6.0
-"""Tokens of plain decoding that speculation may lose before it pauses. Acceptance varies by
-about one token per round: with two, bad luck ended half of all good trials.
-"""
-_LUCK = 2.5
-"""Loss allowed before the first gain, in tokens per variance of a round's tokens: a sequential
-test of a gain against a loss of equal size ends there (Wald). Accepted tokens vary like a
-Poisson variable, whose variance is its mean.
-"""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
-"""Plain rounds until the next trial; doubled after each failed one. A measurement of plain
-decoding is recent enough to end speculation for the shortest of them.
-"""
+_EARNED = 0.005
+"""Credit that a token of plain decoding earns."""
+_ROUNDS, _APART = 3, 512
+"""Rounds that measure plain decoding, and speculative rounds between two measurements."""
 
 
 @dataclass
 class SpeculationSwitch:
     """Decides round by round from the results of each round. Speeds are tokens over ms."""
 
-    speculating: bool = True
+    credit: float = _START
+    """Tokens of plain decoding that speculation may lose."""
+    speculating: bool = False
     """True if the next round is to be speculative."""
-    is_paused: bool = False
-    """True while plain decoding continues because it is faster, not to be measured."""
     measured_at: float | None = None
     """Time of the last measurement of plain decoding, in seconds of a monotonic clock."""
     _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
     _plain: DiscountedRatio = field(default_factory=DiscountedRatio)
-    _since_best: DiscountedRatio = field(default_factory=DiscountedRatio)
-    """Tokens and time of speculation since it was last ahead of plain decoding."""
-    _gained: float = 0.0
-    """Its lead at that point, in tokens, since the trial started."""
-    _accepted: DiscountedRatio = field(default_factory=DiscountedRatio)
-    """Accepted draft tokens over rounds, in this trial."""
-    _left: int = 0
-    """Rounds until plain decoding ends."""
-    _is_settling: bool = True
-    """True in the first round after a change, which is not counted: the drafter ends its step, or
-    has no draft yet.
-    """
-    _pause: int = _SHORTEST_PAUSE
-    _since_plain: int = 0
-    """Rounds since plain decoding was measured."""
+    _lead: float = 0.0
+    """Tokens that speculation gained on all texts, within limits."""
+    _left: int = _ROUNDS
+    """Rounds that are left to measure plain decoding; below 0, speculative rounds since then."""
 
     @property
     def speculative_tok_s(self) -> float:
@@ -74,91 +48,51 @@ class SpeculationSwitch:
         return 1e3 * self._plain.value
 
     @property
-    def loss(self) -> float:
-        """Loss of speculation since its best moment, in tokens of plain decoding."""
-        return self._since_best.whole * self._plain.value - self._since_best.part
+    def risk_ms(self) -> float:
+        """Time that a draft may cost if it is wrong; the next round starts before that is known."""
+        return self.credit / 2 / self._plain.value if self._plain.whole else 0.0
 
-    @property
-    def allowance(self) -> float:
-        """Loss at which it pauses, in the same unit."""
-        luck = 1.0 + _LUCK * self._accepted.value
-        return min(_MOST_LOSS, luck + self._gained)
+    def on_new_text(self, *, may_gain: bool) -> None:
+        """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
+        start = _START if self._lead >= 0.0 else _START / 2
+        self.credit = start if may_gain else min(self.credit, 0.0)
+        self._decide(0.0)
 
     def observe(
-        self, tokens: float, milliseconds: float, accepted: int, *, now: float = 0.0
+        self,
+        tokens: float,
+        milliseconds: float,
+        least_loss_ms: float,
+        *,
+        speculating: bool,
+        now: float = 0.0,
     ) -> None:
-        """Add a round of the current way to decode.
+        """Add a round.
 
         Args:
             tokens: emitted tokens.
             milliseconds: time of its pass, and of the wait before it.
-            accepted: accepted draft tokens.
+            least_loss_ms: extra time of a speculative round with one wrong draft token.
+            speculating: True if it was speculative.
             now: end of the round, in seconds of a monotonic clock.
         """
-        self._since_plain += 1
-        if self._is_settling:
-            self._is_settling = False
-            return
-        self._left -= 1
-        if self.speculating:
+        if speculating:
             self._speculative.observe(tokens, milliseconds, fade=FADE)
-            self._since_best.observe(tokens, milliseconds)
-            self._accepted.observe(accepted)
-            self._judge()
-            return
-        self._plain.observe(tokens, milliseconds, fade=FADE)
-        self._since_plain, self.measured_at = 0, now
-        if self._left <= 0:
-            self._end_plain()
-
-    def on_new_text(self) -> None:
-        """Schedule an early trial: acceptance on a new text is unknown."""
-        self._since_plain = max(self._since_plain, _SHORTEST_PAUSE)
-        if self.is_paused:
-            self._left = min(self._left, self._pause // 8)
-
-    def _judge(self) -> None:
-        """Measure plain decoding, pause, or continue."""
-        if not self._plain.whole:
-            rounds = self._accepted.whole
-            if rounds >= (_ROUNDS if self._accepted.value < _POOR else _LATER):
-                self._measure_plain()
-            return
-        if self.loss <= 0.0:
-            self._gained -= self.loss
-            self._since_best = DiscountedRatio()
-            if self._gained > _MOST_LOSS:
-                self._pause = _SHORTEST_PAUSE
-        if self.loss > self.allowance:
-            if self._since_plain > _SHORTEST_PAUSE:
-                self._measure_plain()
-            else:
-                self._start_pause()
-        elif self._since_plain > _LONGEST_PAUSE:
-            self._measure_plain()
-
-    def _measure_plain(self) -> None:
-        self._plain = self._plain.scale(1.0 - FADE)  # the machine may have changed
-        self._change(speculating=False, rounds=_ROUNDS)
-
-    def _end_plain(self) -> None:
-        """End a measurement or a pause."""
-        if self.is_paused:
-            # Text changes: only the new trial counts, not the last one.
-            self._speculative = self._speculative.scale(1.0 - FADE)
-            self._since_best, self._accepted = DiscountedRatio(), DiscountedRatio()
-            self._gained = 0.0
-            self._change(speculating=True, rounds=0)
-        elif self.loss > self.allowance:
-            self._start_pause()
+            if self._plain.whole:
+                gain = tokens - milliseconds * self._plain.value
+                self.credit = min(self.credit + gain, _MOST)
+                self._lead = max(-_MOST, min(self._lead + gain, _MOST))
+            self._left -= 1
+            if self._left <= -_APART:
+                self._plain = self._plain.scale(1.0 - FADE)  # the machine may have changed
+                self._left = _ROUNDS
         else:
-            self._change(speculating=True, rounds=0)
+            self.credit = max(self.credit, min(self.credit + _EARNED * tokens, _START))
+            self._plain.observe(tokens, milliseconds, fade=FADE)
+            self._left, self.measured_at = max(0, self._left - 1), now
+        self._decide(least_loss_ms * self._plain.value)
 
-    def _start_pause(self) -> None:
-        self._change(speculating=False, rounds=self._pause)
-        self.is_paused = True
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _change(self, *, speculating: bool, rounds: int) -> None:
-        self._is_settling = speculating != self.speculating
-        self._left, self.speculating, self.is_paused = rounds, speculating, False
+    def _decide(self, least_loss: float) -> None:
+        """Speculate while there is credit; after a pause, once half of a start was earned."""
+        enough = least_loss if self.speculating else _START / 2
+        self.speculating = self._left <= 0 and self.credit >= enough

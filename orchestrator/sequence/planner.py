@@ -31,13 +31,6 @@ class Prediction(NamedTuple):
     milliseconds: float
 
 
-class MeasuredSpeed(NamedTuple):
-    """A speed, and the age of its measurement."""
-
-    tok_s: float
-    age_s: float
-
-
 class Preparation(NamedTuple):
     """Outcomes and depth for the drafter to prepare during a verification."""
 
@@ -78,10 +71,8 @@ class Planner:
 
     @property
     def looks_up(self) -> bool:
-        """True if prompt lookups may be verified: with drafts, or alone if drafts do not pay."""
-        switch = self.estimates.switch(self.mode)
-        alone = switch is not None and switch.is_paused and self.estimates.streams == 1
-        return self.should_speculate or alone
+        """True if prompt lookups may be verified, with drafts or alone."""
+        return self.should_speculate or (self.mode != "ar" and self.estimates.streams == 1)
 
     @property
     def is_in_turn(self) -> bool:
@@ -94,12 +85,12 @@ class Planner:
         """True if the drafter prepares for outcomes during a speculative round."""
         return self.mode == "ssd" and not self.is_in_turn
 
-    def report_plain(self, now: float) -> MeasuredSpeed:
-        """Return the measured speed of plain decoding; 0 if there is none."""
+    def report_plain(self, now: float) -> tuple[float, float]:
+        """Return plain decoding's measured tok/s, and the age in seconds; 0 if there is none."""
         switch = self.estimates.switch(self.mode)
         if switch is None or switch.measured_at is None:
-            return MeasuredSpeed(0.0, 0.0)
-        return MeasuredSpeed(switch.plain_tok_s, max(0.0, now - switch.measured_at))
+            return 0.0, 0.0
+        return switch.plain_tok_s, max(0.0, now - switch.measured_at)
 
     # ------------------------------------------------------------ how long
 
@@ -174,7 +165,7 @@ class Planner:
         instead = self.value_nodes(self.rank(lookup or Draft(), "lookup")[1])
         if values[count] <= max(instead):
             return 0
-        return self.depth if self.is_in_turn else count
+        return self._longest_wait if self.is_in_turn else count
 
     def should_extend(self, draft: Draft) -> bool:
         """Return True if the target should wait for one more token of an awaited draft.
@@ -197,8 +188,20 @@ class Planner:
         return [
             self._value_of_chain([*rates, *[rate] * count])
             - self.throughput * (count * token_ms + (first_ms if count else 0.0))
-            for count in range(max(0, self.depth - len(rates)) + 1)
+            for count in range(max(0, self._longest_wait - len(rates)) + 1)
         ]
+
+    @property
+    def _longest_wait(self) -> int:
+        """Most tokens to draft while the target waits: what they may cost is within the credit."""
+        switch, latency = self.estimates.switch(self.mode), self._latency
+        if switch is None or self.num_draft_tokens:
+            return self.depth
+        start_ms, draft_ms = latency.of(self._rows(0)), self.estimates.draft_token_ms
+        for count in range(1 + self.is_in_turn, self.depth + 1):
+            if count * draft_ms + latency.of(self._rows(count)) - start_ms > switch.risk_ms:
+                return count - 1
+        return self.depth
 
     def value_of_stopping(self, lookup: Draft) -> float:
         """Return the value of ending a free run for a lookup.
@@ -243,7 +246,7 @@ class Planner:
     def plan_preparation(self, draft: Draft, origin: Origin) -> Preparation:
         """Decide what to prepare during the verification of this draft."""
         estimates, depth = self.estimates, self.depth
-        if not self.num_draft_tokens and estimates.streams == 1 and estimates.step_latency.is_known:
+        if not self.num_draft_tokens and estimates.streams == 1 and estimates.step_latency.step_ms:
             # No deeper than the drafter gets during the verification: it learns of a miss only
             # between two depths, and while it is idle its core can help the target.
             time_ms = estimates.verify_latency.of(1 + len(draft)) + estimates.idle_ms["hit"].value

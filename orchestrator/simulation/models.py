@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from orchestrator.simulation.branch import BranchModel
 from orchestrator.simulation.event_queue import EventQueue
@@ -19,7 +20,9 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import (
     DraftNow,
     DraftTree,
+    Extend,
     Prepare,
+    Revoke,
     VerificationOutcome,
     Verify,
 )
@@ -191,9 +194,20 @@ class VerifierModel:
         self._drafter, self._send = drafter, send
         self._cost = curve(device.t_verify)
         self._idle_since = 0.0
+        self._granted = 0
 
-    def receive(self, message: Verify) -> None:
-        """Start verifying; the verifier is always idle then."""
+    def receive(self, message: Verify | Extend | Revoke) -> None:
+        """Start verifying, which only an idle verifier is asked for; or change the free run."""
+        match message:
+            case Verify():
+                self._granted = message.granted
+                self._start(message)
+            case Extend():
+                self._granted += message.granted
+            case Revoke():
+                self._granted = 0
+
+    def _start(self, message: Verify) -> None:
         alone_ms = self._time(len(message.nodes))
         started, worked = self._events.now, self._drafter.worked_ms
         self._events.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
@@ -212,6 +226,10 @@ class VerifierModel:
             return
         outcome = self._outcome(message, started)
         self._idle_since = self._events.now
+        if outcome.goes_on:
+            self._granted -= 1
+            following = {"position": message.position + 1, "nodes": [outcome.bonus]}
+            self._start(replace(message, round=message.round + 1, **following))
         if self._device.whole_tree and not self._drafter.idle:
             self._drafter.on_idle = partial(self._release, outcome)
         else:
@@ -229,6 +247,7 @@ class VerifierModel:
             round=message.round,
             accepted=tree.depths[row],
             bonus=bonus,
+            goes_on=self._granted > 0,
             node=row,
             verify_ms=self._events.now - started,
             idle_ms=started - self._idle_since,

@@ -30,8 +30,10 @@ from protocol.errors import RuntimeFailure
 from protocol.messages import (
     DraftNow,
     DraftTree,
+    Extend,
     PassTimes,
     Prepare,
+    Revoke,
     Sampling,
     Statistics,
     VerificationOutcome,
@@ -67,7 +69,9 @@ def _time_passes(device: Device) -> PassTimes:
     """Return the measurements that such a verifier makes at load."""
     cost = curve(device.t_verify)
     times = {rows: cost.of(rows) + device.exchange_ms(rows) for rows in _MEASURED_ROWS}
-    return PassTimes(chains=times)
+    slower = 1.0 + device.contention
+    contended = {rows: slower * ms for rows, ms in times.items() if device.shares_cores}
+    return PassTimes(chains=times, contended=contended)
 
 
 @dataclass
@@ -92,6 +96,7 @@ class _Answer:
         )
         self._recorder = Recorder(0.0)
         estimates.expect_passes(_time_passes(device))
+        estimates.expect_passes(PassTimes(chains={1: curve(device.t_draft).of(1)}), "drafter")
         estimates.branches = device.branches
         estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
@@ -137,7 +142,7 @@ class _Answer:
             hit = self._sequence.current.origin == "hit"
             rounds = self._books.hit if hit else self._books.other
             rounds.add(outcome.accepted + 1, outcome.verify_ms)
-        self._recorder.verifying_since = None
+        self._recorder.verifying_since = self._now_s if outcome.goes_on else None
         self._do_all(self._sequence.decide(outcome, self._now_s))
         self._do_all(self._sequence.record(self._now_s))
 
@@ -157,8 +162,9 @@ class _Answer:
     def _do_all(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case ToVerifier(Verify() as message):
-                    self._recorder.verifying_since = self._now_s
+                case ToVerifier(Verify() | Extend() | Revoke() as message):
+                    if isinstance(message, Verify):
+                        self._recorder.verifying_since = self._now_s
                     self._events.after(self._ipc, partial(self._verifier.receive, message))
                 case ToDrafter(Prepare() | DraftNow() as message):
                     self._events.after(self._ipc, partial(self._drafter.receive, message))

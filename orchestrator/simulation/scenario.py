@@ -28,6 +28,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Relative slowdown of a verification while the drafter works: .1 is a tenth. On one device
     shared equally it is 1: each gets half.
     """
+    shares_cores: bool = False
+    """True if both compute on the cores of one CPU: then the contention is measured at load."""
     exchanges: Annotated[int, msgspec.Meta(ge=0)] = 0
     """For a target spread over ranks: exchanges of arrays per pass; two per layer if it is
     tensor-parallel, one per rank if it is pipelined.

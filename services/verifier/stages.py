@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from protocol.settings import MetalKernels
 from services.engine.prelaunch import open_prelauncher
 from services.engine.target_model import Improvement, list_improvements
@@ -67,8 +69,10 @@ class VerifierStages:
         verifier.scheduler.prelauncher = yield from features.ignore(steps)
 
     def _time_passes(self) -> Steps[None]:
-        # On a GPU such a pass blocks other launches; on a CPU the drafter needs its cores.
-        times = yield from measure_passes(self._verifier, drafter_idle=kernels().on_gpu)
+        times = yield from measure_passes(self._verifier, drafter_idle=True)
+        if self._verifier.spare_cores.cores:
+            contended = yield from measure_passes(self._verifier, drafter_idle=False)
+            times = replace(times, contended=contended.chains)
         self._identity.pass_times = times
         if self._verifier.scheduler.prelauncher is not None:
             self._verifier.scheduler.prelauncher.expect_passes(times.trees)

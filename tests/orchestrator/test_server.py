@@ -49,6 +49,7 @@ from protocol.messages import (
 )
 from protocol.settings import OrchestratorSettings
 from protocol.transport.codec import Decoder, encode
+from tests.support.fakes import judged
 
 VERIFIER = Hello(
     protocol=PROTOCOL_VERSION,
@@ -62,7 +63,9 @@ VERIFIER = Hello(
     compute_unit="metal",
     max_draft_tokens=64,
 )
-DRAFTER = msgspec.structs.replace(VERIFIER, role="drafter", pid=12, model="small")
+DRAFTER = msgspec.structs.replace(
+    VERIFIER, role="drafter", pid=12, model="small", compute_unit="cpu_and_ne"
+)
 
 Inbound = TypeVar("Inbound", bound=Message)
 M = TypeVar("M", bound=Message)
@@ -185,6 +188,7 @@ class House:
             vocabulary=Vocabulary("f00d", 100),
             pid=1,
         )
+        judged(self._orchestrator._estimates)
 
     def service(self, peer: bytes, message: Message) -> None:
         self.services.inbox.append((peer, message))
@@ -653,15 +657,13 @@ def test_a_request_that_comes_again_is_answered_once(house: House) -> None:
 
 
 def test_a_new_request_is_a_new_text(house: House) -> None:
-    """While the drafter rests, a request that arrives makes its next trial come sooner."""
+    """While the drafter rests, a request that arrives gives it another trial."""
     pace = house._orchestrator._estimates.switch("ssd")
     assert pace is not None
-    while not pace.is_paused:
-        pace.observe(1, 60.0 if pace.speculating else 10.0, accepted=0)
-    before = pace._left
+    while pace.speculating:
+        pace.observe(1, 2e3, 100.0, speculating=True)
     house.client(ask(1))
-    assert pace.is_paused
-    assert pace._left < before
+    assert pace.speculating
 
 
 def test_progress_of_a_prompt_is_passed_on(house: House) -> None:

@@ -48,6 +48,20 @@ from protocol.messages import (
 
 VOCABULARY = 7
 
+_DRAFTING: tuple[Mode, ...] = ("sd", "ssd")
+
+
+def judged(estimates: CostModel | None = None) -> CostModel:
+    """Estimates that have measured plain decoding, which is slow; speculation has credit."""
+    estimates = estimates or CostModel()
+    for mode, estimates.streams in [(mode, streams) for mode in _DRAFTING for streams in (2, 1)]:
+        switch = estimates.switch(mode)
+        while not (switch is None or switch.speculating):
+            switch.observe(1, 1e3, 0.0, speculating=False)
+        if switch is not None:
+            switch.credit = 6.0
+    return estimates
+
 
 def observed(**changes: Any) -> RoundObservation:
     """A round of a drafter's chain, of which nothing is known but what is given."""
@@ -380,7 +394,7 @@ class Stack:
         self.actions: list[Action] = []
         self.precomputed: dict[tuple[int, int], Verify] = {}
         self.now = 0.0
-        self.estimates = estimates or CostModel()
+        self.estimates = estimates or judged()
         self.sequence = Sequence(
             number=1,
             prompt=prompt,

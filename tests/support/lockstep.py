@@ -9,7 +9,6 @@ from contextlib import closing
 
 import msgspec
 
-from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import Action, ToDrafter, ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
@@ -32,6 +31,7 @@ from services.drafter.backends.base import DraftBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
 from services.verifier.verifier import Verifier
+from tests.support.fakes import judged
 from tests.support.reference import said
 
 _VERIFY_MS, _DRAFT_MS = 50.0, 5.0
@@ -70,7 +70,7 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            planner=Planner("ssd", CostModel(), num_draft_tokens, branches, tree_nodes=tree_nodes),
+            planner=Planner("ssd", judged(), num_draft_tokens, branches, tree_nodes=tree_nodes),
             recorder=Recorder(0.0),
         )
         self._verify(CloseSequence(sequence=1))  # a former request's

@@ -13,7 +13,6 @@ from random import Random
 import msgspec
 import numpy as np
 
-from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import PrecomputeVerify
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.planner import Planner
@@ -55,6 +54,7 @@ from services.drafter.backends.base import (
 from services.drafter.drafter import Drafter
 from services.sampling.candidates import best_bonuses, best_of, draft_tokens
 from tests.protocol.decoding.test_sampler import allowed, softmax
+from tests.support.fakes import judged
 
 SIZE = 3
 START = 0
@@ -187,7 +187,7 @@ class Answering:
         self._drafter = Drafter(MarkovBackend(setting.width))
         self._work: Iterator[FromService | None] = iter(())
         self.answer: Tokens = []
-        estimates = CostModel()
+        estimates = judged()
         # Costs at which it depends on the drafter's confidence what is worth verifying.
         for tokens in range(1, 7):
             estimates.verify_latency.observe(tokens, 10.0 + 5.0 * (tokens - 1))

@@ -19,11 +19,12 @@ from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.hub import resolve
 from launch.models.recommendation import (
     PURPOSES,
-    plan_schedule,
+    describe_schedule,
+    plan_by_weights,
     read_pairs,
     recommend,
-    tokens_per_round,
 )
+from orchestrator.learning.schedule import tokens_per_round
 from protocol.errors import ModelError, UsageError
 from tests.support.hub import SHA, Hub, serving
 from tests.support.tiny_models import write_tiny_model
@@ -347,20 +348,18 @@ def test_expectations() -> None:
 
 
 def test_a_schedule_follows_from_what_a_drafted_token_costs() -> None:
-    """In turn each token costs its time; on other hardware only what no verification hides."""
-    in_turn = plan_schedule(0.5, 0.8)
-    assert in_turn.draft_tokens == 2
-    assert in_turn.gain == tokens_per_round(0.8, 2) / 2.0
-    assert "in turn" in in_turn.describe()
-    hidden = plan_schedule(0.5, 0.8, shares=False)
-    assert hidden.draft_tokens == 2
-    assert hidden.gain == tokens_per_round(0.8, 2)
-    assert "hidden under verifications" in hidden.describe()
-    slow = plan_schedule(1.0, 0.8)
-    assert slow.draft_tokens == 0
-    assert "will not pay" in slow.describe()
+    """It is the planner's own, with rows that cost something."""
+    in_turn = plan_by_weights(0.3, 0.8, shares=True)
+    assert in_turn == ("in turn", 2, pytest.approx(tokens_per_round(0.8, 2) / (1.3 + 0.6)))
+    assert "in turn: 1.28 times" in describe_schedule(0.3, 0.8, shares=True)
+    hidden = plan_by_weights(0.1, 0.8, shares=False)
+    assert hidden.way == "in parallel"
+    assert hidden.gain > plan_by_weights(0.1, 0.8, shares=True).gain
+    assert "hidden under verifications" in describe_schedule(0.1, 0.8, shares=False)
+    assert plan_by_weights(1.0, 0.8, shares=False).way == "plain"
+    assert "will not pay" in describe_schedule(1.0, 0.8, shares=True)
     assert all(
-        (r.schedule is None) == (cores == 0)
+        bool(r.schedule) == (cores > 0)
         for cores in (0, 2)
         for r in recommend(10**12, cpu_cores=cores)
     )

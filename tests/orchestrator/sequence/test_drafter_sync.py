@@ -13,7 +13,7 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.lookup import PromptLookup
 from orchestrator.sequence.planner import Planner, Preparation
 from protocol.messages import DraftNow, Prepare, Verify
-from tests.support.fakes import Stack, Target
+from tests.support.fakes import Stack, Target, judged
 
 TOKENS = [5, 6, 7, 8]
 
@@ -83,11 +83,11 @@ def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
     The verification beside it is none of the trial's.
     """
     monkeypatch.setattr(PromptLookup, "find", lambda *_: Draft())  # it would be verified there
-    estimates = CostModel()
+    estimates = judged()
     switch = estimates.switch("ssd")
     assert switch is not None
-    while not switch.is_paused:
-        switch.observe(1, 60.0 if switch.speculating else 20.0, accepted=0)
+    while switch.speculating:
+        switch.observe(1, 2e3, 100.0, speculating=True)
     limits = Limits(200, frozenset(), 0)
     stack = Stack(mode="ssd", target=Target(0), prompt=[1], limits=limits, estimates=estimates)
     observations: list[RoundObservation] = []

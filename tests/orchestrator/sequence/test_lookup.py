@@ -16,7 +16,7 @@ from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE
 from protocol.messages import LogitsOptions, Sampling, Verify
-from tests.support.fakes import VOCABULARY, Stack, Target, chain_of, observed
+from tests.support.fakes import VOCABULARY, Stack, Target, chain_of, judged, observed
 from tests.support.lookups import find_continuation
 
 LETTERS = st.integers(0, 2)
@@ -155,7 +155,7 @@ def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
 
 def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None:
     """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
-    estimates = CostModel()
+    estimates = judged()
     estimates.verify_latency.expect({1: 10.0, 8: 24.0})
     estimates.observe_step(1, 1.0)
     estimates.backup_ms.observe(1.0)
@@ -168,11 +168,11 @@ def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None
 
 def test_while_the_drafter_rests_lookup_goes_on() -> None:
     """What did not pay is left out; what costs nothing is not."""
-    estimates = CostModel()
+    estimates = judged()
     pace = estimates.switch("ssd")
     assert pace is not None
     while pace.speculating:
-        pace.observe(1, 10.0, accepted=0)
+        pace.observe(1, 2e3, 100.0, speculating=True)
     beside = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
     beside.calm().assert_plain()
     assert beside.origins.count("lookup") > 20
@@ -210,7 +210,7 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
 @pytest.mark.parametrize(("rate", "used"), [(0.0, False), (1.0, True)])
 def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: bool) -> None:  # noqa: FBT001  # pytest names it
     """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
-    estimates = CostModel()
+    estimates = judged()
     estimates.verify_latency.expect({1: 24.0, 8: 52.0})
     for _ in range(60):
         estimates.calibrations["lookup"].observe(CONFIDENCE[2], accepted=rate > 0.5)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
-from tests.support.fakes import chain_of, observed
+from tests.support.fakes import chain_of, judged, observed
 
 
 def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
     """Verifying m tokens takes 8 + 2 m ms; draft tokens are accepted at `alpha`."""
-    estimates = CostModel()
+    estimates = judged()
     estimates.verify_latency.expect({tokens: 8.0 + 2.0 * tokens for tokens in (1, 12)})
     estimates.alpha.observe(alpha)
     if token_ms:

@@ -26,7 +26,7 @@ from protocol.messages import (
     Revoke,
     Verify,
 )
-from tests.support.fakes import VOCABULARY, Stack, Target, describe, started
+from tests.support.fakes import VOCABULARY, Stack, Target, describe, judged, started
 
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
 ENDLESS = Limits(10**6, frozenset({0}), 0)
@@ -280,7 +280,7 @@ def verifications(stack: Stack) -> list[Verify]:
 
 def short_chains() -> CostModel:
     """At these costs one draft token is verified, never two."""
-    estimates = CostModel()
+    estimates = judged()
     estimates.verify_latency.expect({1: 11.0, 2: 12.0, 3: 1e3})
     return estimates
 
@@ -738,7 +738,7 @@ def test_a_pause_is_a_free_run_until_something_better_comes() -> None:
     """A useless drafter: plain rounds come unasked, and lookups and trials end them."""
     limits = Limits(300, frozenset(), 0)
     plan: Any = {"mode": "ssd", "target": Target(3), "prompt": [1, 2], "limits": limits}
-    stack = started(skill=0.0, **plan).calm()
+    stack = started(skill=0.0, estimates=CostModel(), **plan).calm()
     stack.assert_plain()
     grants = granted(stack)
     assert all(chain == 1 for chain, unasked in grants if unasked)

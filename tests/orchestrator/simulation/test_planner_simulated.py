@@ -51,8 +51,8 @@ GRID = list(product(T_VERIFY, RATIOS, ALPHAS))
 def test_the_planner_keeps_up_with_every_fixed_choice(
     shape: str, ratio: float, alpha: float
 ) -> None:
-    """It learns, explores and probes within the answer, and yet: .95 of the best fixed K and B."""
-    assert compared(shape, ratio, alpha).against_fixed > 0.95
+    """It learns, explores and probes within the answer, and yet: .9 of the best fixed K and B."""
+    assert compared(shape, ratio, alpha).against_fixed > 0.9
 
 
 def test_the_planner_beats_any_fixed_choice_on_average() -> None:
@@ -68,7 +68,7 @@ def test_the_planner_is_never_slower_than_plain_decoding(
 ) -> None:
     """Not even with a drafter that is slower than the target."""
     comparison = compared(shape, ratio, alpha)
-    assert comparison.against_plain > 0.97
+    assert comparison.against_plain > 0.98
     assert comparison.adaptive.efficiency > 0.93
 
 
@@ -87,7 +87,7 @@ def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
     """Nothing is ever accepted: plain decoding but for the trials."""
     acceptance = AcceptanceModel(alpha=0.0, first=0.0)
     comparison = compare(scenario(shape, 0.3, acceptance))
-    assert comparison.against_plain > 0.97
+    assert comparison.against_plain > 0.98
     assert comparison.sequential.tok_s > 0.97 * comparison.plain.tok_s
 
 
@@ -131,7 +131,7 @@ def answers(texts: str, strategy: Strategy, seed: int) -> float:
     return 96 * len(TEXTS[texts]) / seconds
 
 
-@pytest.mark.parametrize(("texts", "gain"), [("mixed", 1.14), ("hard", 0.97), ("hopeless", 0.97)])
+@pytest.mark.parametrize(("texts", "gain"), [("mixed", 1.14), ("hard", 0.975), ("hopeless", 0.98)])
 def test_texts_of_all_kinds_after_each_other(texts: str, gain: float) -> None:
     """Ahead of plain decoding and of a fixed pair: a hard text is no verdict on the next."""
     for seed in range(3):

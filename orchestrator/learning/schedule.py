@@ -1,0 +1,75 @@
+"""Schedules: when a drafter works, and what it gains by the times of passes and drafts.
+
+The planner asks before the first round and after every one; `ssd doctor`, `ssd models recommend`
+and `ssd simulate` ask before anything is loaded.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+Latency = Callable[[int], float]
+Way = Literal["plain", "in turn", "in parallel"]
+
+LEAST_GAIN = 1.05
+"""Gain below which messages and bad luck cost more than drafts bring."""
+ASSUMED_HITS = 0.5
+_LONGEST = 8
+
+
+class Schedule(NamedTuple):
+    """When a drafter works, and the expected gain."""
+
+    way: Way
+    """Plain decoding; drafts while the target waits; or drafts while it verifies."""
+    draft_tokens: int = 0
+    """Per round."""
+    gain: float = 1.0
+    """Speed over plain decoding."""
+
+    def __str__(self) -> str:
+        if self.way == "plain":
+            return "drafts will not pay: plain decoding with prompt lookups"
+        where = "hidden under verifications" if self.way == "in parallel" else self.way
+        return f"drafts of {self.draft_tokens} {where}: {self.gain:.2f} times plain decoding"
+
+
+def plan_schedule(
+    alone: Latency,
+    contended: Latency,
+    draft_ms: float,
+    acceptance: float,
+    *,
+    hits: float = ASSUMED_HITS,
+    prefer: float = 1.0,
+) -> Schedule:
+    """Return the fastest schedule.
+
+    Args:
+        alone: T_v by rows while the drafter is idle.
+        contended: T_v by rows while the drafter works.
+        draft_ms: T_d, of one token.
+        acceptance: probability that a draft token is accepted.
+        hits: share of the verifications after which a draft is ready; after the others it is
+            drafted in turn. 0 where nothing is drafted in parallel.
+        prefer: advantage that drafting in parallel needs over drafting in turn.
+    """
+
+    def choose(way: Way, round_ms: Latency) -> Schedule:
+        lengths = range(1, _LONGEST + 1)
+        gains = {n: tokens_per_round(acceptance, n) * alone(1) / round_ms(n) for n in lengths}
+        best = max(gains, key=gains.__getitem__)
+        return Schedule(way, best, gains[best])
+
+    def in_parallel_ms(count: int) -> float:
+        hidden_ms = (count + 1) * draft_ms  # the drafter processes the chain first
+        return max(contended(count + 1), hidden_ms) + (1.0 - hits) * count * draft_ms
+
+    in_turn = choose("in turn", lambda count: alone(count + 1) + count * draft_ms)
+    in_parallel = choose("in parallel", in_parallel_ms)
+    best = in_parallel if in_parallel.gain > prefer * in_turn.gain else in_turn
+    return best if best.gain >= LEAST_GAIN else Schedule("plain")
+
+
+def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
+    """Return E(K) = 1 + a + ... + a^K: tokens per round at acceptance rate a."""
+    return sum(acceptance**count for count in range(num_draft_tokens + 1))
