@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from tests.properties import load_profile
 
 # The same BLAS as in the processes, before any test imports MLX.
@@ -31,7 +31,7 @@ KERNELS = tuple(
         "engine/test_traced_table.py",
         "kernels/cuda",
         "kernels/metal",
-        "mlx/test_blas.py",
+        "kernels/cpu/test_library.py",
     )
 )
 """Every test in them compiles kernels or traces, or compares them with MLX."""

@@ -58,18 +58,18 @@ class Model(NamedTuple):
 
 def compute(folder: str, threads: int) -> None:
     """Answer lines `prompt tokens steps` and `rows n steps` with seconds, until the input ends."""
-    from services.mlx.blas import load_blas  # noqa: PLC0415  # before MLX
+    from services.kernels.cpu.library import load_blas  # noqa: PLC0415  # before MLX
 
     load_blas(threads)
     import mlx.core as mx  # noqa: PLC0415
 
     mx.set_default_device(mx.cpu)
     from services.kernels.cpu.decoder import fill_only, kernel_of  # noqa: PLC0415
-    from services.kernels.cpu.equip import equip  # noqa: PLC0415
+    from services.kernels.cpu.equip import equip, takes  # noqa: PLC0415
     from services.kv.cache import KVStore  # noqa: PLC0415
     from services.mlx.loader import load, windows_of  # noqa: PLC0415
 
-    module = load(Path(folder), as_stored=True).module
+    module = load(Path(folder), as_stored=takes).module
     if not equip(module) or kernel_of(module) is None:
         raise SystemExit(f"the CPU kernels do not compute {folder!r}")
 

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 
 load_blas(threads=1)  # before anything imports MLX
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from protocol.jobs.convert import ConvertSettings
 from protocol.process.child import run_child
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 
 
 def run(settings: ConvertSettings) -> None:

@@ -20,7 +20,7 @@ from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.executor import ReferenceExecutor, limit_threads
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.sampling.candidates import Top
 
 _INJECTED, _CHUNK = 512, 64

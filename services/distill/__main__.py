@@ -5,7 +5,7 @@ import sys
 from protocol.jobs.distill import DistillSettings
 from protocol.process.child import run_child
 from services.distill.run_control import RunControl
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 
 

@@ -13,7 +13,7 @@ from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import open_backend
 from services.drafter.drafter import Drafter
 from services.drafter.sliding_context import SlidingContextBackend
-from services.mlx.blas import use_spare_cores
+from services.kernels.cpu.library import use_spare_cores
 from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import SEND_S, Identity, serve

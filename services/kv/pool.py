@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from services.mlx.blas import cpu_kernels, view
+from services.kernels.cpu.library import cpu_kernels, view
 
 BUCKET = 256
 """Slots by which a buffer grows, and the bucket of key lengths on CUDA."""

@@ -41,20 +41,20 @@ def load(
     shard: Callable[[Any], None] | None = None,
     adapter: str = "",
     *,
-    as_stored: bool = False,
+    as_stored: Callable[[Any], bool] | None = None,
 ) -> LoadedModel:
     """Load the model in `folder`.
 
     On a CPU the weights become float32, because MLX's quantised and half-precision kernels are
-    slow there. On a GPU, and for our own CPU kernels (`as_stored`), they stay in the checkpoint's
+    slow there. On a GPU, and where kernels of our own take them, they stay in the checkpoint's
     format.
 
     Args:
         folder: in mlx-lm's format.
         shard: called with the module before any weight is read, to keep only a part of it.
         adapter: folder of a LoRA adapter for it; empty: none.
-        as_stored: if the CPU kernels take the model, leave its weights unread and in the format
-            of the file, for `services.kernels.cpu.equip`.
+        as_stored: tests if CPU kernels take the model; its weights then stay unread, in the format
+            of the file (`services.kernels.cpu.equip.takes`).
 
     Raises:
         ModelError: a folder is missing, broken, of an unknown architecture, or too large.
@@ -124,14 +124,18 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _load(
-    folder: Path, shard: Callable[[Any], None] | None, adapter: str, *, as_stored: bool
+    folder: Path,
+    shard: Callable[[Any], None] | None,
+    adapter: str,
+    *,
+    as_stored: Callable[[Any], bool] | None,
 ) -> tuple[Any, dict[str, Any]]:
     on_cpu = compute_unit() == "cpu"
     try:
         module, config = load_model(folder, lazy=True)
         if adapter:
             _adapt(module, Path(adapter))
-        stored = on_cpu and as_stored and _kernels_take(module)
+        stored = on_cpu and as_stored is not None and as_stored(module)
         if on_cpu and not stored:
             to_dense(module, mx.float32)
         if shard is not None:
@@ -151,12 +155,6 @@ def _load(
             f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_one_line(error)}"
         ) from error
     return module, config
-
-
-def _kernels_take(module: Any) -> bool:
-    from services.kernels.cpu.equip import takes  # noqa: PLC0415  # it asks for the compute unit
-
-    return takes(module)
 
 
 def _adapt(module: nn.Module, adapter: Path) -> None:

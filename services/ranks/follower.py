@@ -13,7 +13,7 @@ from protocol.process.child import ERROR_PREFIX, pin_to_cores
 from protocol.process.logs import configure_logging
 from protocol.transport.codec import Decoder
 from protocol.transport.pipes import PipeChannel, Pipes
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.ranks.build import build_of
 from services.ranks.environment import Variables, export_variables

@@ -12,7 +12,7 @@ import msgspec
 from protocol.jobs.ranks import RankProbeResult, RankProbeSettings
 from protocol.process.child import read_argument, run_reporting_errors
 from protocol.settings import VerifierSettings, decode_settings
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.ranks.group import RankGroup
 from services.ranks.split import Strength

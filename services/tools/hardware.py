@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from protocol.jobs.hardware import HardwareReport
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 
 

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from protocol.jobs.profile import (
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from protocol.process.child import pin_to_cores
 from protocol.settings import PREFILL_STEP_SIZE, VerifierSettings, decode_settings
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.preparation import run_all
 

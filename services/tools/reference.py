@@ -27,7 +27,7 @@ from protocol.jobs.reference import (
 )
 from protocol.messages import Tokens
 from protocol.settings import decode_settings
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 
 
 class Reference:

@@ -10,7 +10,7 @@ from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from protocol.settings import VerifierSettings
 from services.engine.target_model import OpenTarget
-from services.kernels.cpu.equip import equip
+from services.kernels.cpu.equip import equip, takes
 from services.mlx.device import bind
 from services.mlx.loader import load
 
@@ -26,7 +26,7 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
             yield spread
         return
     unit = bind(settings.device)
-    model = load(Path(settings.model), adapter=settings.adapter, as_stored=True)
+    model = load(Path(settings.model), adapter=settings.adapter, as_stored=takes)
     if unit == "cpu":
         equip(model.module, rounds=settings.cpu_activations == "int8")
     yield OpenTarget(model, None, unit, None)

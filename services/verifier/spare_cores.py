@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.mlx.blas import use_spare_cores
+from services.kernels.cpu.library import use_spare_cores
 from services.runtime.idle_flag import IdleFlag
 
 

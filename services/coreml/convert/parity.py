@@ -17,7 +17,7 @@ from protocol.errors import UsageError
 from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenDifference
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
-from services.kernels.cpu.equip import equip
+from services.kernels.cpu.equip import equip, takes
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import compute_unit, load
 from services.sampling.candidates import Top
@@ -54,7 +54,7 @@ def write_answers(folder: Path, prompts: list[Tokens], count: int) -> Iterator[A
     On a CPU our kernels write it, which read the weights as they are stored: any text will do that
     is like the model's own.
     """
-    loaded = load(folder, as_stored=True)
+    loaded = load(folder, as_stored=takes)
     module: Any = loaded.module
     head_ids = trim_head(module, folder)
     ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import UsageError
 from protocol.settings import DrafterSettings
 from services.drafter.backends.base import DraftBackend
-from services.mlx.blas import load_blas
+from services.kernels.cpu.library import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.preparation import Stage, run_all
 

@@ -40,6 +40,7 @@ from services.drafter.backends.base import (
     TreeLayer,
     to_layer,
 )
+from services.drafter.backends.draft_weights import use_weights
 from services.drafter.backends.growth import (
     Tip,
     begin_tips,
@@ -56,13 +57,13 @@ from services.engine.packing import enable_packing
 from services.engine.pass_memory import PassMemory
 from services.engine.runner import ModelRunner
 from services.kernels.cpu.decoder import fill_only
+from services.kernels.cpu.equip import takes
 from services.kernels.cuda.attention import fit_chunk
 from services.kernels.register import kernels
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
@@ -90,7 +91,7 @@ class MlxBackend:
         weights: DraftWeights = "float",
     ) -> None:
         """Load the model in `folder`, unless given as `loaded`, with its head already trimmed."""
-        is_given, loaded = loaded is not None, loaded or load(folder, as_stored=True)
+        is_given, loaded = loaded is not None, loaded or load(folder, as_stored=takes)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
         self._head_ids = None if is_given else trim_head(self._model, folder)

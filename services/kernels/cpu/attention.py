@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from services.kernels.cpu.library import address, cpu_kernels, view
 from services.kernels.cpu.program import find_program
 from services.kernels.cpu.structures import FLOAT, DecoderStruct, SequenceStruct
-from services.mlx.blas import address, cpu_kernels, view
 
 
 def attend(

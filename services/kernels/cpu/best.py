@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.mlx.blas import cpu_kernels
+from services.kernels.cpu.library import cpu_kernels
 
 _MOST = 256
 """Largest supported width; larger ones are rare, and sorting is faster for them."""

@@ -10,7 +10,7 @@ import numpy as np
 from protocol.decoding.gumbel import position_keys
 from protocol.decoding.sampling_params import goes_beyond, is_greedy
 from protocol.messages import Sampling
-from services.mlx.blas import cpu_kernels, view
+from services.kernels.cpu.library import cpu_kernels, view
 
 _APPLIED = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
 """Fields of `Sampling` that the kernel applies."""

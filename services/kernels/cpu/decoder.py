@@ -26,6 +26,7 @@ from services.kernels.cpu.families import (
     window_sizes,
 )
 from services.kernels.cpu.layers import PackedEmbedding
+from services.kernels.cpu.library import address, cpu_kernels, view
 from services.kernels.cpu.structures import (
     NORMS,
     BlockStruct,
@@ -33,7 +34,6 @@ from services.kernels.cpu.structures import (
     NormStruct,
     PassStruct,
 )
-from services.mlx.blas import address, cpu_kernels, view
 from services.mlx.patches import Patch, Unfit, install
 
 if TYPE_CHECKING:

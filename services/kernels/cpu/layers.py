@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from services.kernels.cpu.library import view
 from services.kernels.cpu.packing import PackedMatrix
 from services.kernels.cpu.program import multiply, read_rows
-from services.mlx.blas import view
 
 
 class PackedLinear(nn.Module):

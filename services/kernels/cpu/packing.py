@@ -14,8 +14,8 @@ import mlx.nn as nn
 import numpy as np
 
 from services.kernels.cpu import structures as kinds
+from services.kernels.cpu.library import cpu_kernels, view
 from services.kernels.cpu.structures import MatrixStruct, SourceStruct
-from services.mlx.blas import cpu_kernels, view
 from services.mlx.patches import Unfit
 
 _FLOATS = {mx.float16: kinds.HALF, mx.bfloat16: kinds.BFLOAT, mx.float32: kinds.FLOAT}

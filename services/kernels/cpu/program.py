@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.kernels.cpu.library import address, cpu_kernels
 from services.kernels.cpu.packing import PackedMatrix
-from services.mlx.blas import address, cpu_kernels
 
 Floats = npt.NDArray[np.float32]
 

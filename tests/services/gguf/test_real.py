@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from orchestrator.text.tokenizer import TargetTokenizer
-from services.kernels.cpu.equip import equip
+from services.kernels.cpu.equip import equip, takes
 from services.mlx.loader import load
 
 pytestmark = pytest.mark.real
@@ -61,7 +61,7 @@ def test_texts_have_the_tokens_of_llama_cpp(name: str) -> None:
 
 def loaded(name: str) -> Any:
     """The model, as a CPU computes it."""
-    module: Any = load(folder_of(name), as_stored=True).module
+    module: Any = load(folder_of(name), as_stored=takes).module
     equip(module)
     return module
 

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
+from services.kernels.cpu.library import view
 from services.kv.cache import KVStore
-from services.mlx.blas import view
 from tests.services.kernels.cuda.host import move_rows
 from tests.services.kv.test_cache import labels_of, rows_of
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from services.kernels.cpu import library
 from services.kernels.cpu.packing import MlxWeights, pack
 from services.kernels.cpu.program import find_program, multiply
-from services.mlx import blas
 from tests.support.reference import for_the_cpu
 from tests.support.stack import DEADLINE_S
 
@@ -28,14 +28,14 @@ PARTS = 50
 def lent() -> Iterator[ctypes.c_int]:
     """Whether the only helper may help; not yet."""
     word = ctypes.c_int(0)
-    assert blas.use_spare_cores([0], word) == 1
+    assert library.use_spare_cores([0], word) == 1
     yield word
-    blas.use_spare_cores(())
+    library.use_spare_cores(())
 
 
 def share(compute: Callable[[int], None], parts: int = PARTS) -> list[int]:
     """Compute these parts; returns the threads that did, by part."""
-    kernels = blas.cpu_kernels()
+    kernels = library.cpu_kernels()
     assert kernels is not None
     by: list[list[int]] = [[] for _ in range(parts)]
     raised: list[Exception] = []
@@ -142,7 +142,7 @@ def test_products_are_the_same_bits_while_a_core_comes_and_goes(lent: ctypes.c_i
 def test_helpers_of_this_process_are_not_asked_whether_a_core_is_lent() -> None:
     """Cores that are lent for good need no flag, whatever an earlier one says."""
     meeting, word = Meeting(), ctypes.c_int(0)
-    assert blas.use_spare_cores([0], word) == 1
-    assert blas.use_spare_cores([0]) == 1
+    assert library.use_spare_cores([0], word) == 1
+    assert library.use_spare_cores([0]) == 1
     assert len(set(share(lambda _: meeting.join()))) == 2
-    blas.use_spare_cores(())
+    library.use_spare_cores(())

@@ -14,7 +14,7 @@ from protocol.messages import Sampling
 from services.engine.packing import pack_pass, supports_packing, supports_trees
 from services.engine.target_model import list_improvements, prepare_plain
 from services.kernels.cpu.decoder import fill_only, kernel_of
-from services.kernels.cpu.equip import count_packed_bytes, equip
+from services.kernels.cpu.equip import count_packed_bytes, equip, takes
 from services.kernels.cpu.program import SETS, find_program
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
@@ -39,7 +39,7 @@ ROWS = [(7 * i) % 250 + 4 for i in range(11)]
 
 @cache
 def model(family: str, *, rounds: bool = True) -> Any:
-    found = load(tiny_folder(family), as_stored=True).module
+    found = load(tiny_folder(family), as_stored=takes).module
     assert equip(found, rounds=rounds)
     assert kernel_of(found) is not None
     return found
@@ -131,7 +131,7 @@ def test_all_instruction_sets_compute_the_same_bits(family: str) -> None:
 
 def test_layers_can_be_read_without_a_change_of_bits() -> None:
     """Taps get each layer's states of all rows, of a prompt in pieces, too."""
-    module = load(tiny_folder("llama"), as_stored=True).module
+    module = load(tiny_folder("llama"), as_stored=takes).module
     equip(module)
     expected = logits(module, begun(module), ROWS)
     taps = Taps(module, [0, 1])
@@ -151,7 +151,7 @@ def test_weights_take_what_they_take_in_the_file() -> None:
 @pytest.mark.parametrize("family", ["dynamic", "gemma4", "moe"])
 def test_other_families_stay_with_mlx(family: str) -> None:
     """Their weights are floats, as before."""
-    module = load(tiny_folder(family), as_stored=True).module
+    module = load(tiny_folder(family), as_stored=takes).module
     assert not equip(module)
     assert kernel_of(module) is None
 
@@ -171,7 +171,7 @@ def test_weights_that_are_no_numbers_end_with_a_sentence(bad: float, tmp_path: P
         weights[name] = mx.array(broken)
         mx.eval(weights)
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-        module = load(folder, as_stored=True).module
+        module = load(folder, as_stored=takes).module
         assert equip(module)
         rows = mx.array(logits(module, begun(module), ROWS[:2]))
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
@@ -189,7 +189,7 @@ def test_keys_that_no_half_holds_end_with_a_sentence(tmp_path: Path) -> None:
         weights["model.layers.0.self_attn.k_proj.bias"] = mx.array(bias)
         stored = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
         mx.save_safetensors(str(folder / "model.safetensors"), stored, {"format": "mlx"})
-        module = load(folder, as_stored=True).module
+        module = load(folder, as_stored=takes).module
         assert equip(module)
         with pytest.raises(NotNumbers, match="NaN or infinite"):
             choose(mx.array(logits(module, begun(module), ROWS[:2])), [30, 31], Sampling())

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from services.kernels.cpu.library import address, cpu_kernels, use_spare_cores
 from services.kernels.cpu.packing import MlxWeights, PackedMatrix, pack
 from services.kernels.cpu.program import SETS, find_program, multiply, read_rows
-from services.mlx import blas
-from services.mlx.blas import address
 
 Floats = npt.NDArray[np.float32]
 
@@ -48,7 +47,7 @@ def programs() -> dict[str, ctypes.c_void_p]:
 
 def keep_halves(program: ctypes.c_void_p, floats: Floats) -> npt.NDArray[np.float16]:
     """As keys and values are kept."""
-    library: Any = blas.cpu_kernels()
+    library: Any = cpu_kernels()
     halves = np.empty(floats.shape, np.float16)
     library.cpu_keep_halves(program, floats.size, address(floats), address(halves))
     return halves
@@ -121,9 +120,9 @@ def test_all_instruction_sets_and_companies_give_the_same_bits() -> None:
             alone = [
                 multiply(fastest, packed, x[at : at + 1], rounds=rounds) for at in range(len(x))
             ]
-            blas.use_spare_cores((0, 0))
+            use_spare_cores((0, 0))
             every["helped"] = multiply(fastest, packed, x, rounds=rounds)
-            blas.use_spare_cores(())
+            use_spare_cores(())
             for name, found in {**every, "alone": np.concatenate(alone)}.items():
                 assert np.array_equal(found, expected), (name, bits, rounds)
 

@@ -13,9 +13,9 @@ FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 EXERCISES = """
 import ctypes, sys
-from services.mlx import blas
-blas._Loaded.done = True
-blas._Loaded.kernels = ctypes.CDLL(sys.argv[1])
+from services.kernels.cpu import library
+library._Loaded.done = True
+library._Loaded.kernels = ctypes.CDLL(sys.argv[1])
 from tests.services.kernels.cpu import test_attention, test_decoder, test_products
 test_products.test_products_are_those_of_the_weights_in_the_file()
 test_products.test_all_instruction_sets_and_companies_give_the_same_bits()

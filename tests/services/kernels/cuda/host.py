@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from services.kernels.cpu.library import view
 from services.kernels.cuda.kv_rows import KVBuffers
-from services.mlx.blas import view
 
 _FOLDER = Path(__file__).parent
 _KERNELS = Path(__file__).parents[4] / "services" / "kernels" / "cuda"

@@ -4,8 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from services.mlx import draft_weights
-from services.mlx.draft_weights import quantise_linears, use_weights
+from services.drafter.backends import draft_weights
+from services.drafter.backends.draft_weights import quantise_linears, use_weights
 
 
 class _Inner(nn.Module):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.mlx import blas
+from services.kernels.cpu import library
 from tests.support.reference import for_the_cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
@@ -34,9 +34,9 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
     def fail(library: Path) -> None:
         raise cause
 
-    monkeypatch.setattr(blas, "compile_library", fail)
-    monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
-    assert blas._load_kernels(0) is None
+    monkeypatch.setattr(library, "compile_library", fail)
+    monkeypatch.setattr(library.hashlib, "sha256", lambda data: _Unseen())
+    assert library._load_kernels(0) is None
     assert "no CPU kernels" in caplog.text
 
 
@@ -49,8 +49,8 @@ class _Unseen:
 
 def test_a_process_loads_them_once() -> None:
     """A second caller, with other threads in mind, changes nothing (conftest asked for one)."""
-    blas.load_blas(threads=2)
-    assert blas._Loaded.cores == ()
+    library.load_blas(threads=2)
+    assert library._Loaded.cores == ()
 
 
 def test_a_row_of_mlxs_products_has_the_same_bits_in_any_company() -> None:
