@@ -27,7 +27,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "claude": [
         ("ssd claude", "Claude Code with the default pair"),
         ("ssd claude -- -p 'What is in this folder?'", "arguments of the program's own"),
-        ('eval "$(ssd claude --print-env)"', "for a program that is started otherwise"),
+        ('eval "$(ssd claude --print-env)"', "for a program that is started another way"),
     ],
     "codex": [
         ("ssd codex", "Codex with the default pair"),

@@ -1,4 +1,4 @@
-"""A column of the benchmark: a mode, perhaps with fixed settings.
+"""A column of the benchmark: a mode, optionally with fixed settings.
 
 Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=8`, `sd:k=3`,
 `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.

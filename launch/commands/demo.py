@@ -56,7 +56,7 @@ def command(*, max_tokens: int, small: bool, stats: bool, verbose: bool, **stack
 
 def set_up(*, small: bool) -> str | None:
     """Set up the demo's model, or else the default pair; return its name for --model."""
-    reason = "as asked for"
+    reason = "as asked"
     with console.bytes_bar() as progress:
         if not small:
             try:
@@ -66,5 +66,5 @@ def set_up(*, small: bool) -> str | None:
             else:
                 return _MODEL
         add_default(progress)
-    console.note(f"the small model answers, SmolLM2-135M, {reason}")
+    console.note(f"answering with the small model, SmolLM2-135M, {reason}")
     return None

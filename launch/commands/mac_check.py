@@ -106,7 +106,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     try:
         for answer in _answers(settings, options["max_tokens"]):
             answers.append(answer)
-    except SsdError as error:  # earlier measurements are worth a file
+    except SsdError as error:  # what was measured before is kept
         failed = str(error)
     return MacReport(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -172,7 +172,7 @@ def pull(name: str, *, as_json: bool) -> None:
 def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) -> None:
     """Recommend pairs by memory and purpose.
 
-    Memory is reckoned for the weights in their bits and a context of 8192 tokens.
+    Memory counts the weights as stored and the KV of a context of 8192 tokens.
     Expectations are assumptions, not measurements of this project, except where a pair is
     marked as measured: a rate at which drafts are accepted, and the tokens per round that
     follow from it with 4 draft tokens, which is also the most that speculation could gain.
@@ -246,7 +246,7 @@ def _card(model: Model) -> Table:
 
 def _format_recommendation(r: Recommendation) -> Text:
     fits = "" if r.fits else ", too much for this machine"
-    speed = f", about {r.plain_tok_s:.1f} tok/s plainly" if r.plain_tok_s else ""
+    speed = f", about {r.plain_tok_s:.1f} tok/s without drafts" if r.plain_tok_s else ""
     licence = f"licence: {r.licence}, not checked; see the model's card"
     what = f" (a head: {r.head}; {licence})" if r.head else ""
     facts = [

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newest API, from a body to a task."""
+"""POST /v1/responses: OpenAI's responses API, from body to task."""
 
 from typing import Annotated, Any, Literal
 
@@ -82,7 +82,7 @@ def parse_responses(
     if request.conversation or request.prompt:
         where = "conversation" if request.conversation else "prompt"
         raise refuse_value(
-            where, "nothing is stored on this server but responses: use previous_response_id"
+            where, "only responses are stored on this server: use previous_response_id"
         )
     functions = read_tools(_list_tools(request), unknown)
     functions, must_call = choose_tools(functions, request.tool_choice, _full_name)

@@ -1,4 +1,4 @@
-"""Giving a model to the CPU kernels: its weights to strips, its passes to `decoder`."""
+"""Hands a model to the CPU kernels: packs its weights in strips; `decoder` runs its passes."""
 
 import ctypes
 import itertools
@@ -35,17 +35,17 @@ _ROUNDED_GROUP = 32
 
 
 def takes(model: Any) -> bool:
-    """Whether the kernels compute with this model's weights: a decoder of a known family."""
+    """Return True if the kernels can run this model: a decoder of a known family."""
     return find_program() is not None and _why_not(model) is None
 
 
 def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
-    """Bring a model's weights into strips; its MLX arrays go, layer by layer.
+    """Pack a model's weights in strips, freeing its MLX arrays layer by layer.
 
     Args:
         model: an mlx-lm model, its weights as in the file.
-        rounds: whether activations are rounded to bytes for weights of bits.
-        eight_bits: round weights that are floats to eight bits.
+        rounds: round activations to bytes where weights are quantised.
+        eight_bits: quantise float weights to eight bits.
 
     Returns:
         Whether the kernels compute with it.
@@ -119,7 +119,7 @@ class _Packer:
         self.nbytes = 0
 
     def pack(self, model: Any, family: BlockKind) -> None:
-        """All of its layers."""
+        """Pack all layers of the model."""
         # The largest first, while there is little else in memory.
         if "lm_head" in model:
             model.lm_head = self._linear(model.lm_head, [model.lm_head.weight.shape[0]])
@@ -155,7 +155,7 @@ class _Packer:
 
 
 def _round_to_bytes(weights: MlxWeights) -> MlxWeights:
-    """Floats in eight bits; as they are, if they are not numbers, which must not be hidden."""
+    """Quantise floats to eight bits; keep NaN and infinity, so that requests report them."""
     if weights.scales is not None or weights.weight.shape[1] % _ROUNDED_GROUP:
         return weights
     floats = weights.weight.astype(mx.float32)

@@ -1,4 +1,4 @@
-"""The families of decoders that the CPU kernels compute, in mlx-lm's words.
+"""The families of decoders that the CPU kernels compute, named as in mlx-lm.
 
 A block is x + attended(attention(before(x))), then x + fed(MLP(after(x))). Any of these four norms
 may be missing.

@@ -80,7 +80,7 @@ def test_without_it_the_small_pair_answers(
     assert set_up(small=False) is None
     assert f"the small model answers, SmolLM2-135M, since {failure}" in capsys.readouterr().err
     assert set_up(small=True) is None
-    assert "SmolLM2-135M, as asked for" in capsys.readouterr().err
+    assert "SmolLM2-135M, as asked" in capsys.readouterr().err
     assert registry.added == ["default", "default"]
 
 

@@ -1,4 +1,4 @@
-"""Paths through the blocks of a head that drafts blocks: how they branch and grow. Pure."""
+"""Branches of a block-drafting head: how they fork and grow, without side effects."""
 
 from collections import Counter
 from collections.abc import Iterator

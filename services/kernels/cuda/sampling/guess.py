@@ -1,8 +1,8 @@
 """A drafter's guesses of the target's choice after each row, on CUDA, in one launch.
 
 MLX needs a dozen launches, more with filters, and a depth of a small drafter waits for each. Here
-one block serves a row. It is used if it matches the host, which compiles nothing: MLX's operations
-would need kernels that compile for several seconds each.
+one block serves a row. The self-test compares it with the host's results, not MLX's: those
+operations would need kernels that take seconds each to compile.
 """
 
 import functools
