@@ -166,7 +166,8 @@ ENTRANCES = (
 ASKED_FOR = {
     "launch.commands.serve": {"launch.serving"},
     "launch.models.hub": {"launch.models.gguf_models"},
-    "launch.models.pair": {"launch.keyring", "protocol.adapter", "protocol.heads"},
+    "launch.models.pair": {"launch.keyring", "launch.models.programs", "protocol.heads"},
+    "launch.stack.session": {"launch.models.programs"},
     "launch.stack.spawn": {"launch.settings.ranks"},
     "services.verifier.open_target": {"services.ranks"},
     "launch.settings.flags": {"launch.help_text"},

@@ -17,7 +17,7 @@ import torch.nn.functional as fn
 from plain import turn
 from weights import read_config, read_weights
 
-from services.distill.generation import ANSWER, GIVEN, USER
+from services.distill.data import ANSWER, GIVEN, USER
 
 _USER = 0.85
 """Temperature of invented prompts."""
@@ -53,7 +53,11 @@ class Written(NamedTuple):
     tokens: Any
     """[length] int32"""
     kinds: Any
-    """[length] uint8, see `services.distill.generation`."""
+    """[length] uint8, see `services.distill.data`."""
+    top_ids: Any
+    """[length, top] int32, the likeliest tokens to follow each."""
+    top_logs: Any
+    """[length, top] float16, their log-probabilities at temperature 1."""
 
 
 class Model:
@@ -129,7 +133,7 @@ class Rows:
     """Rows in decoding; everything stays where it is on the device, so that a graph can act."""
 
     def __init__(
-        self, model: Model, template: Template, count: int, length: int, seed: int
+        self, model: Model, template: Template, count: int, length: int, seed: int, top: int
     ) -> None:
         device = model.embedding.device
         self._model, self._template, self._device = model, template, device
@@ -142,6 +146,8 @@ class Rows:
         self._tokens = torch.zeros((count, length), dtype=torch.int64, device=device)
         self._kinds = torch.zeros((count, length), dtype=torch.uint8, device=device)
         whole: Any = {"dtype": torch.int64, "device": device}
+        self._top_ids = torch.zeros((count, length, top), dtype=torch.int32, device=device)
+        self._top_logs = torch.zeros((count, length, top), dtype=torch.float16, device=device)
         self._place = torch.zeros(count, **whole)
         self._limit = torch.zeros(count, **whole)
         self._answer = torch.zeros(count, **whole)
@@ -168,6 +174,10 @@ class Rows:
             return model.steps.attend(queries, kept, place).view(self._count, -1)
 
         logits = model.logits(model.run(tokens, attention))
+        best, ids = logits.topk(self._top_ids.shape[-1])
+        self._top_ids[self._all, place] = ids.to(torch.int32)
+        whole = logits.float().logsumexp(-1, keepdim=True)
+        self._top_logs[self._all, place] = (best.float() - whole).half()
         inventing = self._phase == 0
         heat = torch.where(inventing, _USER, self._heat)
         chosen = model.steps.choose(logits, heat, self._seed)
@@ -232,11 +242,12 @@ class Rows:
         index = torch.tensor(places, dtype=torch.int64, device=self._device)
         tokens = self._tokens[index].to(torch.int32).cpu().numpy()
         kinds = self._kinds[index].cpu().numpy()
+        ids, logs = (part[index].cpu().numpy() for part in (self._top_ids, self._top_logs))
         found = []
-        for at, token, kind in zip(places, tokens, kinds, strict=True):
+        for at, *parts in zip(places, tokens, kinds, ids, logs, strict=True):
             row = self.rows[at]
             if row is not None:
-                found.append(Written(row, token, kind))
+                found.append(Written(row, *parts))
             self.rows[at] = None
         return found
 

@@ -1,4 +1,4 @@
-"""`python texts.py TARGET OUT --seconds N --seed S`: texts for `ssd distill --texts OUT`.
+"""`python texts.py TARGET OUT --seconds N --seed S`: texts for `train.py` and `ssd distill --texts`.
 
 The target writes passages and files, answers prompts of many kinds (`prompts.py`) at four
 temperatures, and invents conversations. With PyTorch and Triton on a CUDA card (`decoding.py`),
@@ -25,8 +25,7 @@ from launch.workers.chat_template import form_of
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage
-from services.distill.data import RowInfo, ShardInfo, Shards
-from services.distill.generation import ANSWER, USER
+from services.distill.data import ANSWER, USER, RowInfo, ShardInfo, Shards
 
 _TEMPERATURES = (0.0, 0.0, 0.3, 0.7, 0.7, 1.0)
 """Of the answers; most people sample at 0 or .7."""
@@ -34,6 +33,8 @@ _GROUP = 64
 """Rows that begin together: their prompts are of similar length and fed in one pass."""
 _SHARD = 8192
 """Rows of a file."""
+_TOP = 16
+"""Likeliest tokens that are kept of each distribution."""
 
 
 class Wanted(NamedTuple):
@@ -61,7 +62,7 @@ class Writer:
         self._seed = seed
         self._wanted = wanted
         model = Model(target, device, dtype)
-        self._rows = Rows(model, self.template, wanted.slots, wanted.length, seed)
+        self._rows = Rows(model, self.template, wanted.slots, wanted.length, seed, _TOP)
 
     @property
     def has_tools(self) -> bool:
@@ -144,6 +145,7 @@ class _Shelf:
 
     def __init__(self, out: Path) -> None:
         self._shards, self._rows = Shards(out / "data"), list[Written]()
+        self._out = out / "data"
         self._number = self._first = self._answered = 0
         self._began = self._last = time.monotonic()
 
@@ -162,6 +164,7 @@ class _Shelf:
         ]
         tokens = np.stack([one.tokens for one in self._rows])
         kinds = np.stack([one.kinds for one in self._rows])
+        self._store_top(kinds)
         now, generated = time.monotonic(), int((kinds >= USER).sum())
         self._shards.add(self._number, tokens, kinds, ShardInfo(infos, generated, now - self._last))
         self._first, self._number = self._first + len(infos), self._number + 1
@@ -172,6 +175,14 @@ class _Shelf:
             f"{self._first} rows, {self._answered} tokens of answers, {rate:.0f} a second",
             flush=True,
         )
+
+    def _store_top(self, kinds: Any) -> None:
+        """Write the distributions that answers were drawn from, row by row."""
+        self._out.mkdir(parents=True, exist_ok=True)
+        drawn = [np.flatnonzero(row[1:] == ANSWER) for row in kinds]
+        for name in ("top_ids", "top_logs"):
+            parts = [getattr(one, name)[at] for one, at in zip(self._rows, drawn, strict=True)]
+            np.save(self._out / f"shard-{self._number:05d}.{name}.npy", np.concatenate(parts))
 
 
 def _group(rows: list[Row], r: random.Random) -> list[list[Row]]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from launch.models.registry import add_default, add_from_registry, read_registry
+from launch.models.own_drafters import DEFAULT
+from launch.models.registry import add_known
 from launch.prompts import demo_prompts, read_prompts
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
@@ -60,11 +61,11 @@ def set_up(*, small: bool) -> str | None:
     with console.bytes_bar() as progress:
         if not small:
             try:
-                add_from_registry(read_registry()[_MODEL], progress)
+                add_known(_MODEL, progress)
             except (ModelError, RuntimeFailure) as error:
                 reason = f"since {error}"
             else:
                 return _MODEL
-        add_default(progress)
+        add_known(DEFAULT, progress)
     console.note(f"answering with the small model, SmolLM2-135M, {reason}")
     return None

@@ -7,6 +7,7 @@ import click
 
 from launch.keyring import check_address, own_keys, public_key
 from launch.models.hub import resolve
+from launch.models.own_drafters import default_target
 from launch.models.pair import drafter_folder
 from launch.settings.flags import Command
 from launch.settings.machine import compute_threads, module_command
@@ -57,7 +58,7 @@ def command(
         raise UsageError("the head backend needs --target, and no other backend takes it")
     settings = DraftServerSettings(
         backend=backend,
-        model=drafter_folder(backend, model),
+        model=drafter_folder(backend, model, default_target()),
         target=str(resolve(target)) if target else "",
         lines=lines,
         listen=check_address(listen) if listen else "",

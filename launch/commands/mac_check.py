@@ -17,8 +17,8 @@ from launch.bench.mac_report import TEMPERATURE, MacReport, MeasuredAnswer, line
 from launch.doctor import ask_hardware, versions
 from launch.models.coreml_facts import read_facts
 from launch.models.coreml_models import find_converted, require_converted
-from launch.models.default_pair import default_drafter
 from launch.models.hub import resolve
+from launch.models.own_drafters import default_drafter
 from launch.models.pair import pair_of
 from launch.settings.flags import Command
 from launch.settings.settings import StackSettings

@@ -20,7 +20,6 @@ from launch.models.catalog import (
     pairs,
     remove,
 )
-from launch.models.default_pair import DEFAULT
 from launch.models.deviations import describe_inexact, read_deviations
 from launch.models.gguf_models import (
     convert_once,
@@ -28,8 +27,9 @@ from launch.models.gguf_models import (
     is_gguf,
 )
 from launch.models.hub import download
+from launch.models.own_drafters import DEFAULT
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
-from launch.models.registry import add_default, add_from_registry, read_registry
+from launch.models.registry import add_known, read_registry
 from launch.models.weights import bytes_of_kv, bytes_on_cpu
 from launch.settings.flags import Group
 from launch.settings.machine import compute_threads
@@ -52,19 +52,15 @@ def command() -> None:
 def add(model: str, name: str | None) -> None:
     """Set up a model that we know, or give a folder or a GGUF file a name.
 
-    `default` is SmolLM2-135M-Instruct and its drafter; `coder` and `coder-draft` are
-    Qwen2.5-Coder with 1.5B and 0.5B parameters, `gemma3-270m` is Gemma 3 270M. What is there
+    `default` is SmolLM2-135M-Instruct and `coder` Qwen2.5-Coder 1.5B, each with a drafter made
+    for it; `coder-draft` is Qwen2.5-Coder 0.5B, `gemma3-270m` is Gemma 3 270M. What is there
     already is kept. A folder or a GGUF file stays where it is; a file is converted.
     """
     registry = read_registry()
     if model == DEFAULT or model in registry:
         with console.bytes_bar() as report:
-            if model == DEFAULT:
-                add_default(report)
-            else:
-                add_from_registry(registry[model], report)
-        licence = f"; licence: {registry[model].licence}" if model in registry else ""
-        console.note(f"--model {model} is ready{licence}")
+            licence = add_known(model, report).licence
+        console.note(f"--model {model} is ready; licence: {licence}")
         return
     path = Path(model).expanduser()
     file = path if is_gguf(path) else find_named(model)

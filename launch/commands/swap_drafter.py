@@ -5,7 +5,7 @@ from typing import Protocol, get_args
 import click
 
 from launch.keyring import public_key
-from launch.models.pair import command_of
+from launch.models.programs import command_of
 from launch.settings.flags import Command
 from launch.settings.settings import BackendChoice, stack_settings
 from launch.stack.control import ask_supervisor, running_stack

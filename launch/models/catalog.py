@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from launch.models.default_pair import DEFAULT, default_target, require_default
 from launch.models.gguf_models import (
     OLLAMA,
     convert_once,
@@ -16,6 +15,7 @@ from launch.models.gguf_models import (
     is_gguf,
     list_ggufs,
 )
+from launch.models.own_drafters import DEFAULT, default_target, require_default
 from launch.models.weights import Weights, weights_of
 from launch.settings.paths import cache_dir, conversions_dir
 from launch.workers.worker import run_module

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.models.default_pair import DEFAULT, default_target, require_default
+from launch.models.own_drafters import DEFAULT, default_target, require_default
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 

@@ -1,7 +1,6 @@
 """The models of a stack: a target, and its drafter."""
 
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.models.coreml_models import find_converted, require_converted
-from launch.models.default_pair import DEFAULT, default_drafter, default_target, require_default
 from launch.models.hub import resolve
+from launch.models.own_drafters import (
+    DEFAULT,
+    default_drafter,
+    default_target,
+    find_own_drafter,
+    require_default,
+)
 from launch.settings.machine import require_mlx
 from launch.settings.settings import StackSettings
-from protocol.errors import ModelError, UsageError
+from protocol.errors import UsageError
 from protocol.settings import BACKENDS, BackendName
 
 if TYPE_CHECKING:
@@ -85,9 +90,7 @@ class Pair:
             return Pair(self.model, "", name, tuple(command), lines, adapter=self.adapter)
         if command or lines:
             raise UsageError(f"--draft-command is for the stdio backend, not for {name}")
-        if name != "ngram" and not model and self.model != str(default_target()):
-            raise UsageError("give --draft-model: a model with the target's tokenizer")
-        folder = drafter_folder(name, model)
+        folder = drafter_folder(name, model, Path(self.model))
         return Pair(self.model, folder, _recognise(name, folder, self.model), adapter=self.adapter)
 
 
@@ -105,10 +108,13 @@ def pair_of(settings: StackSettings) -> Pair:
         backend = _automatic(settings, target)
     if backend not in {"mlx", "head"} and settings.draft_device not in {"", "cpu"}:
         raise UsageError(f"the {backend} backend does not use MLX; leave out --draft-device")
-    return Pair(str(target), "", "ngram", adapter=adapter_folder(settings)).with_drafter(
+    from launch.models.programs import adapter_folder, command_of  # noqa: PLC0415
+
+    adapter = adapter_folder(settings) if settings.adapter_path else ""
+    return Pair(str(target), "", "ngram", adapter=adapter).with_drafter(
         backend,
         settings.draft_model,
-        command_of(settings.draft_command),
+        command_of(settings.draft_command) if settings.draft_command else (),
         lines=settings.draft_lines,
         server=server_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
@@ -123,40 +129,31 @@ def server_of(address: str, key: str, own_key: str) -> "RemoteServer | None":
     return remote_server_of(address, key, own_key)
 
 
-def adapter_folder(settings: StackSettings) -> str:
-    """Return the folder of the target's adapter; empty without one.
-
-    Raises:
-        ModelError: it does not contain an adapter.
-        UsageError: the target's configuration does not support adapters.
-    """
-    if not settings.adapter_path:
-        return ""
-    if settings.target_ranks > 1 or settings.hosts or settings.prefill != "mlx":
-        raise UsageError("--adapter-path needs the whole target under MLX: no ranks, no CoreML")
-    from protocol.adapter import ADAPTER_FILES  # noqa: PLC0415
-
-    folder = Path(settings.adapter_path).expanduser().resolve()
-    for file in ADAPTER_FILES:
-        if not (folder / file).is_file():
-            raise ModelError(f"the adapter folder {str(folder)!r} has no {file}")
-    return str(folder)
-
-
-def drafter_folder(backend: BackendName, model: str) -> str:
+def drafter_folder(backend: BackendName, model: str, target: Path) -> str:
     """Return the folder of the model for one of our backends; empty if it needs none.
 
     Raises:
         ModelError: the model does not exist.
-        UsageError: the backend has no model.
+        UsageError: the backend has no model, or the target has no drafter and none is named.
     """
     if backend == "ngram":
         if model:
             raise UsageError("the ngram backend takes no --draft-model")
         return ""
-    named = model and model != DEFAULT
-    folder = resolve(model) if named else require_default(default_drafter())
+    folder = _find_drafter(model, target)
+    if folder is None:
+        raise UsageError("give --draft-model: a model with the target's tokenizer")
     return str(require_converted(folder) if backend == "coreml" else folder)
+
+
+def _find_drafter(model: str, target: Path) -> Path | None:
+    """Return the folder of the named drafter, else the target's own; None if it has none."""
+    if model == DEFAULT or (not model and target == default_target()):
+        return require_default(default_drafter())
+    if model:
+        return resolve(model)
+    drafter = find_own_drafter(target)
+    return drafter if drafter and (drafter / "model.safetensors").is_file() else None
 
 
 def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
@@ -166,7 +163,8 @@ def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
         ModelError: the head is not for this target.
         UsageError: a head is requested, and the folder does not contain one.
     """
-    if backend not in {"mlx", "head"} or (backend == "mlx" and folder == str(default_drafter())):
+    is_own = Path(folder) == find_own_drafter(Path(target))
+    if backend not in {"mlx", "head"} or (backend == "mlx" and is_own):
         return backend
     from protocol.heads import describe_head  # noqa: PLC0415  # for named models only
 
@@ -179,30 +177,15 @@ def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
     return backend
 
 
-def command_of(text: str) -> tuple[str, ...]:
-    """Split a draft command into words and find its program; raise UsageError if there is none."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"cannot parse --draft-command {text!r}: {error}") from error
-    if not words:
-        return ()
-    program = shutil.which(words[0])
-    if program is None:
-        raise UsageError(f"--draft-command: no program {words[0]!r}")
-    return (str(Path(program).absolute()), *words[1:])
-
-
 def _automatic(settings: StackSettings, target: Path) -> str:
     """Resolve `auto`; a Mac drafts on the Neural Engine if the model is converted."""
     if settings.draft_command:
         return "stdio"
     if settings.draft_server:
         return "remote"
-    if not settings.draft_model and target != default_target():
+    drafter = _find_drafter(settings.draft_model, target)
+    if drafter is None:
         return "ngram"
-    named = settings.draft_model and settings.draft_model != DEFAULT
-    drafter = resolve(settings.draft_model) if named else default_drafter()
     converted = find_converted(drafter)
     on_mac = sys.platform == "darwin" and settings.draft_device == ""
     return "coreml" if converted == drafter or (converted is not None and on_mac) else "mlx"

@@ -18,8 +18,8 @@ from typing import IO
 
 import msgspec
 
-from launch.models.default_pair import TARGET_NAME, default_drafter, drafter_weights
 from launch.models.gguf_models import check_space, convert, produce
+from launch.models.own_drafters import DEFAULT, TARGET_NAME, find_own_drafter, find_shipped_weights
 from launch.settings.machine import require_mlx
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
@@ -73,10 +73,13 @@ def read_registry() -> dict[str, RegistryModel]:
     return {model.name: model for model in models}
 
 
-def add_default(report: Report) -> None:
-    """Set up the default pair: download the target, convert it, assemble the drafter.
+def add_known(name: str, report: Report) -> RegistryModel:
+    """Set up a model of the registry, and the drafter that ssd brings for it, if there is one.
 
     Existing files are kept; an interrupted run leaves nothing half-written.
+
+    Args:
+        name: one of `read_registry`, or `default`.
 
     Raises:
         UsageError: MLX is not installed.
@@ -84,8 +87,12 @@ def add_default(report: Report) -> None:
         RuntimeFailure: they cannot be downloaded.
     """
     require_mlx()
-    target = add_from_registry(read_registry()[TARGET_NAME], report)
-    produce(default_drafter(), "services.tools.build_drafter", str(drafter_weights()), str(target))
+    model = read_registry()[TARGET_NAME if name == DEFAULT else name]
+    target = add_from_registry(model, report)
+    if (drafter := find_own_drafter(target)) is not None:
+        weights = find_shipped_weights(target)
+        produce(drafter, "services.tools.build_drafter", str(weights), str(target))
+    return model
 
 
 def add_from_registry(model: RegistryModel, report: Report) -> Path:

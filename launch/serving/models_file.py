@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from launch.models.pair import command_of
+from launch.models.programs import command_of
 from launch.settings.settings import StackSettings, check_numbers
 from protocol.errors import UsageError
 from protocol.messages import SwapDrafter

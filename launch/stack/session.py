@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.models.coreml_models import find_converted
 from launch.models.hub import resolve
-from launch.models.pair import adapter_folder, drafter_folder, pair_of
+from launch.models.pair import drafter_folder, pair_of
 from launch.settings.settings import StackSettings, name_settings
 from launch.stack.run_dir import Description, RunDir
 from launch.stack.supervisor import Report, Supervisor
@@ -68,11 +68,15 @@ def find_differences(running: Description, settings: StackSettings) -> list[str]
 
     Settings with default values match any stack.
     """
-    named = name_settings(settings) | {"adapter_path": adapter_folder(settings)}
+    named = name_settings(settings) | {"adapter_path": ""}
+    if settings.adapter_path:
+        from launch.models.programs import adapter_folder  # noqa: PLC0415
+
+        named["adapter_path"] = adapter_folder(settings)
     if settings.model:
         named["model"] = str(resolve(settings.model))
     if settings.draft_model:
-        folder = Path(drafter_folder("mlx", settings.draft_model))
+        folder = Path(drafter_folder("mlx", settings.draft_model, Path(running.model)))
         if running.settings.get("draft_backend") == "coreml":
             folder = find_converted(folder) or folder
         named["draft_model"] = str(folder)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.distill.data import Texts
-from services.distill.generation import ANSWER, USER, Integers
+from services.distill.data import ANSWER, USER, Integers, Texts
 
 _LENGTHS = 4
 """Number of different batch lengths."""

@@ -11,8 +11,8 @@ import msgspec
 from protocol.errors import UsageError
 from protocol.jobs.distill import DistillNote, DistillProgress, DistillSettings, TokenPrompt
 from protocol.messages import Tokens
-from services.distill.data import RowInfo, ShardInfo, Shards
-from services.distill.generation import ANSWER, USER, ChatFormat, Rows, generate
+from services.distill.data import ANSWER, USER, RowInfo, ShardInfo, Shards
+from services.distill.generation import ChatFormat, Rows, generate
 from services.distill.run_control import RunControl
 
 _ROOM = 16

@@ -1,7 +1,7 @@
 """The generated texts on disk, shard by shard.
 
 A shard is `NAME.tokens.npy` (int32 [rows, length]), `NAME.kinds.npy` (uint8, the kind of each
-token: see `generation`) and `NAME.json`, which is written last and makes the shard valid.
+token) and `NAME.json`, which is written last and makes the shard valid.
 """
 
 from pathlib import Path
@@ -13,9 +13,12 @@ import numpy.typing as npt
 
 from protocol.errors import ModelError, UsageError
 from protocol.process.files import PUBLIC, atomic_writer, write_atomically
-from services.distill.generation import ANSWER, Integers
 
+Integers = npt.NDArray[np.int32]
 Kinds = npt.NDArray[np.uint8]
+
+PADDING, GIVEN, USER, ANSWER = range(4)
+"""Kinds of tokens in a sequence."""
 
 
 class RowInfo(msgspec.Struct, frozen=True):

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Ids
 from services.distill.batches import Batches
-from services.distill.data import Texts
-from services.distill.generation import Integers
+from services.distill.data import Integers, Texts
 from services.distill.logits import TargetDistribution, logits_at
 from services.distill.objective import overlap
 

@@ -13,17 +13,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.messages import Tokens
 from services.distill.batch_cache import BatchStore
+from services.distill.data import ANSWER, GIVEN, PADDING, USER, Integers
 from services.mlx.launching import launch
 from services.mlx.loader import windows_of
-
-Integers = npt.NDArray[np.int32]
-
-PADDING, GIVEN, USER, ANSWER = range(4)
-"""Kinds of tokens in a sequence."""
 
 _SHORTEST_ANSWER = 16
 """Minimum answer of every row, even when time is short."""

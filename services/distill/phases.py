@@ -17,10 +17,10 @@ from protocol.jobs.distill import DistillFinished, DistillNote, DistillSettings
 from services.distill import card, checkpoint
 from services.distill.batches import Batches
 from services.distill.corpus import Corpus, chat_of, read_prompts
-from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
+from services.distill.data import ANSWER, USER, RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
 from services.distill.export import Trained, export
-from services.distill.generation import ANSWER, USER, Rows, generate
+from services.distill.generation import Rows, generate
 from services.distill.logits import TargetDistribution, check_layout
 from services.distill.run_control import RunControl
 from services.distill.run_folder import RunFolder, read_description

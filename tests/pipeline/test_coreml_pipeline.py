@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.models.default_pair import default_drafter
+from launch.models.own_drafters import default_drafter
 from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.control import ask_supervisor

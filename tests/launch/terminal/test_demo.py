@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.commands.demo import set_up
-from launch.models.registry import RegistryModel, Report
+from launch.models.registry import Report
 from launch.terminal.demo import DemoAnswer, DemoResult, summarise
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.messages import Finished
@@ -50,18 +50,13 @@ class _Registry:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: SsdError | None = None) -> None:
         self.added: list[str] = []
         self._failure = failure
-        monkeypatch.setattr("launch.commands.demo.add_from_registry", self._add)
-        monkeypatch.setattr("launch.commands.demo.add_default", self._add_default)
+        monkeypatch.setattr("launch.commands.demo.add_known", self._add)
 
-    def _add(self, model: RegistryModel, report: Report) -> None:
+    def _add(self, name: str, report: Report) -> None:
         del report
-        if self._failure is not None:
+        if self._failure is not None and name != "default":
             raise self._failure
-        self.added.append(model.name)
-
-    def _add_default(self, report: Report) -> None:
-        del report
-        self.added.append("default")
+        self.added.append(name)
 
 
 def test_the_real_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +73,9 @@ def test_without_it_the_small_pair_answers(
     """One sentence says so, and why; --small asks for nothing else."""
     registry = _Registry(monkeypatch, failure)
     assert set_up(small=False) is None
-    assert f"the small model answers, SmolLM2-135M, since {failure}" in capsys.readouterr().err
+    assert (
+        f"answering with the small model, SmolLM2-135M, since {failure}" in capsys.readouterr().err
+    )
     assert set_up(small=True) is None
     assert "SmolLM2-135M, as asked" in capsys.readouterr().err
     assert registry.added == ["default", "default"]
