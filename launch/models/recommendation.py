@@ -178,7 +178,15 @@ def plan_by_weights(cost: float, acceptance: float, *, shares: bool) -> Schedule
 
 def describe_schedule(cost: float, acceptance: float, *, shares: bool) -> str:
     """Describe that schedule, and what it follows from."""
-    schedule = plan_by_weights(cost, acceptance, shares=shares)
+    schedule = say_schedule(plan_by_weights(cost, acceptance, shares=shares))
     where = "both share the device" if shares else "on a device of its own"
-    assumed = f" at an acceptance of {acceptance:.2f} (assumed)" if schedule.draft_tokens else ""
-    return f"a drafted token costs about {cost:.2f} passes, {where}: {schedule}{assumed}"
+    assumed = f"at an acceptance of {acceptance:.2f} (assumed)"
+    return f"a drafted token costs about {cost:.2f} passes, {where}; {assumed}: {schedule}"
+
+
+def say_schedule(schedule: Schedule) -> str:
+    """Return a schedule in words."""
+    if schedule.way == "plain":
+        return "drafts will not pay: plain decoding with prompt lookups"
+    where = "hidden under verifications" if schedule.way == "in parallel" else schedule.way
+    return f"drafts of {schedule.draft_tokens} {where}, {schedule.gain:.2f} times plain decoding"

@@ -96,9 +96,8 @@ class CostModel:
             vars(self).update(vars(CostModel()) | kept)
             for role, measured in times.items():
                 self.expect_passes(measured, role)
-        self._units[hello.role] = hello.compute_unit if hello.backend != "remote" else ""
-        target, drafter = (self._units.get(role, "") for role in ("verifier", "drafter"))
-        self.drafts_in_turn = bool(target) and target == drafter
+        self._units[hello.role] = hello.compute_unit if hello.backend != "remote" else "remote"
+        self.drafts_in_turn = self._units.get("verifier") == self._units.get("drafter")
         if hello.role == "drafter":
             on_gpu = hello.compute_unit.partition(":")[0] in _GPUS  # "cuda:1" names a card
             self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU

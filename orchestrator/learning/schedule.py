@@ -26,12 +26,6 @@ class Schedule(NamedTuple):
     gain: float = 1.0
     """Speed over plain decoding."""
 
-    def __str__(self) -> str:
-        if self.way == "plain":
-            return "drafts will not pay: plain decoding with prompt lookups"
-        where = "hidden under verifications" if self.way == "in parallel" else self.way
-        return f"drafts of {self.draft_tokens} {where}: {self.gain:.2f} times plain decoding"
-
 
 def plan_schedule(
     alone: Latency,

@@ -277,9 +277,8 @@ class Planner:
         estimates = self.estimates
         switch = estimates.switch(self.mode)
         measured = switch.speculative_tok_s / 1e3 if switch is not None else 0.0
-        return estimates.streams * (
-            measured or 1.0 / estimates.verify_latency.of(estimates.streams)
-        )
+        alone = 1.0 / estimates.verify_latency.of(estimates.streams)
+        return estimates.streams * (measured or alone)
 
     def rank(self, draft: Draft, origin: Origin) -> tuple[list[int], list[float]]:
         """Return its rows, the most likely path first, and the probabilities of their paths."""

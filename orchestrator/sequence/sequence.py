@@ -256,7 +256,8 @@ class Sequence:
         """Start a round: the verifier checks the draft while the drafter prepares."""
         draft, offered, rows, verify = planned
         self.round = verify.round
-        works = self._should_speculate() and not self._drafter_is_behind
+        sync = self._drafter_sync
+        works = self._should_speculate() and not (self._drafter_is_behind or sync.is_filling)
         speculating = works or origin in {"hit", "miss"}
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
         self.phase = Phase.VERIFYING

@@ -351,7 +351,7 @@ def test_a_schedule_follows_from_what_a_drafted_token_costs() -> None:
     """It is the planner's own, with rows that cost something."""
     in_turn = plan_by_weights(0.3, 0.8, shares=True)
     assert in_turn == ("in turn", 2, pytest.approx(tokens_per_round(0.8, 2) / (1.3 + 0.6)))
-    assert "in turn: 1.28 times" in describe_schedule(0.3, 0.8, shares=True)
+    assert "in turn, 1.28 times" in describe_schedule(0.3, 0.8, shares=True)
     hidden = plan_by_weights(0.1, 0.8, shares=False)
     assert hidden.way == "in parallel"
     assert hidden.gain > plan_by_weights(0.1, 0.8, shares=True).gain
