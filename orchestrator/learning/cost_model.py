@@ -112,7 +112,6 @@ class CostModel:
             self.backup_ms = Ema(times.chains[1], weight=1.0)
         else:
             self.verify_latency.expect(times.contended or times.chains)
-            self.verify_latency.is_observed = bool(times.contended)
             self.plain_latency.expect(times.chains)
         self._compare_ways()
 

@@ -45,7 +45,7 @@ class VerifyLatency:
         self.is_known = bool(passes)
         """True if anything was measured, at load or in rounds."""
         self.is_observed = False
-        """True if passes were measured under the conditions of these rounds."""
+        """True if rounds were measured."""
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """Add a pass over this many rows."""
