@@ -22,7 +22,8 @@ class Weights(NamedTuple):
     parameters: int
     bytes_as_stored: int
     bytes_per_pass: int
-    """Of these, what a pass reads: an embedding that is not the head is a row for each token."""
+    """What a pass reads: a row of an embedding that is not the head, and the rows that a trimmed
+    head keeps."""
     wide_scale_bytes: int
     """Of these, scales and biases of packed weights that are stored in 32 bits."""
     kv_elements: int
@@ -80,27 +81,38 @@ def weights_of(folder: Path) -> Weights:
         size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
         layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
         parameters = sum(_elements(name, tensors, config) for name in tensors)
+        head = folder / "draft_head.json"
+        kept = (
+            len(json.loads(head.read_bytes())) / int(text["vocab_size"]) if head.exists() else 1.0
+        )
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(f"cannot read the model folder {str(folder)!r}: {error!r}") from error
     if not files:
         raise ModelError(f"the model folder {str(folder)!r} has no safetensors file")
     kind = str(config.get("model_type", "unknown"))
-    return Weights(parameters, *_sizes(tensors), 2 * layers * heads * size, int(context), kind)
+    return Weights(
+        parameters, *_sizes(tensors, kept), 2 * layers * heads * size, int(context), kind
+    )
 
 
-def _sizes(tensors: dict[str, Any]) -> tuple[int, int, int]:
+def _sizes(tensors: dict[str, Any], kept: float) -> tuple[int, int, int]:
     """Return the bytes of all weights, of those that a pass reads, and of their wide scales."""
     sizes = {
         name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()
     }
     has_head = any(name.startswith("lm_head.") for name in tensors)
-    read = [name for name in tensors if not (has_head and "embed_tokens." in name)]
+    head = "lm_head." if has_head else "embed_tokens."
+    read = {
+        name: round(kept * size) if head in name else size
+        for name, size in sizes.items()
+        if not (has_head and "embed_tokens." in name)
+    }
     wide = [
-        name
-        for name in read
+        size
+        for name, size in read.items()
         if name.endswith((".scales", ".biases")) and tensors[name]["dtype"] == "F32"
     ]
-    return sum(sizes.values()), sum(sizes[name] for name in read), sum(sizes[name] for name in wide)
+    return sum(sizes.values()), sum(read.values()), sum(wide)
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """How much of the memory's bandwidth plain decoding uses is said wherever both are known."""
 
+import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from launch.bench.bandwidth import describe_ceiling, describe_share, read_weight_bytes
-from launch.models.weights import Weights
+from launch.models.weights import Weights, weights_of
 from services.tools.hardware import survey
 from tests.support.tiny_models import write_tiny_model
 
@@ -62,3 +64,18 @@ def test_a_pass_reads_less_than_is_stored() -> None:
 def test_the_machine_is_measured() -> None:
     """A positive number of bytes a second, from the very kernels that decode."""
     assert survey().read_bytes_s > 1e6
+
+
+def test_a_pass_reads_the_rows_that_a_trimmed_head_keeps(tmp_path: Path) -> None:
+    """A drafter's embedding gives one row a token, and its head has those of `draft_head.json`."""
+    config = {"model_type": "qwen2", "num_attention_heads": 2, "hidden_size": 8}
+    config |= {"num_hidden_layers": 1, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arrays = {
+        name: mx.zeros((100, 8), mx.float16)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    assert weights_of(tmp_path)[1:3] == (3200, 1600)
+    (tmp_path / "draft_head.json").write_text(json.dumps([1, 2, 3]))
+    assert weights_of(tmp_path)[1:3] == (3200, 48)
