@@ -93,8 +93,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     def command(self) -> str:
         """The command that sets it up."""
         if "/" not in self.model:
-            names = dict.fromkeys((self.model, self.draft_model))
-            return " && ".join(f"ssd models add {name}" for name in names)
+            return f"ssd models add {self.model}"
         return f"ssd launch --model {self.model} --draft-model {self.draft_model}"
 
 

@@ -332,10 +332,10 @@ def test_three_billion_parameters_of_four_bits_fit_into_17_gb() -> None:
 
 
 def test_what_was_measured_is_marked() -> None:
-    """A pair with measurements says where they are, and how both models are set up."""
+    """A pair with measurements says where they are, and how it is set up."""
     (coder,) = (r for r in recommend(10**12) if r.model == "coder")
     assert coder.measured
-    assert coder.command == "ssd models add coder && ssd models add coder-draft"
+    assert coder.command == "ssd models add coder"
     printed = ssd("recommend", "--memory", "64", "--purpose", "code").stdout
     assert "coder (measured)" in printed
     assert "Qwen2.5-Coder-7B-Instruct-4bit (measured)" not in printed
