@@ -63,7 +63,7 @@ class LineServer:
             case ["DRAFT", token, count] if token.isdecimal() and count.isdecimal():
                 return self._draft(int(token[:12]), int(count[:12]))
             case _:
-                return "ERROR known are: DRAFT <token> <n>, RESET, PING, BENCH, QUIT"
+                return "ERROR unknown command; known: DRAFT <token> <n>, RESET, PING, BENCH, QUIT"
 
     def _reset(self) -> None:
         self._backend.close(_CONTEXT)
