@@ -51,8 +51,9 @@ from services.drafter.backends.base import (
     TreeLayer,
     to_layer,
 )
+from services.drafter.backends.growth import draft_tokens
 from services.drafter.drafter import Drafter
-from services.sampling.candidates import best_bonuses, best_of, draft_tokens
+from services.sampling.candidates import best_bonuses, best_of
 from tests.protocol.decoding.test_sampler import allowed, softmax
 from tests.support.fakes import judged
 

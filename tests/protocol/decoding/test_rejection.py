@@ -27,7 +27,8 @@ from protocol.errors import ProtocolError
 from protocol.messages import DraftDistribution, Sampling, Verify
 from protocol.transport.codec import Decoder, encode
 from services.drafter.backends.base import DraftedToken, RoundOptions
-from services.sampling.candidates import best_of, draft_tokens
+from services.drafter.backends.growth import draft_tokens
+from services.sampling.candidates import best_of
 from tests.protocol.decoding.test_sampler import allowed, softmax
 from tests.support.lookups import find_continuation
 
