@@ -6,8 +6,11 @@ from typing import Any
 import click
 
 from launch.bench import scenarios
+from launch.models.recommendation import say_schedule
 from launch.settings.flags import Command, more_settings, read_more
 from launch.terminal import console
+from orchestrator.learning.schedule import ASSUMED_HITS, Schedule, plan_schedule
+from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import compare, strategy_grid
@@ -83,8 +86,22 @@ def _run(scenario: Scenario, strategy: Strategy, *, sweep: bool, as_json: bool) 
     out = console.stdout()
     out.print(scenarios.HEADLINE, markup=False)
     out.print(f"{scenario.name}: {scenario.note}" if scenario.note else scenario.name, markup=False)
+    out.print(f"expected at first: {say_schedule(_plan(scenario))}", markup=False)
     out.print(scenarios.table(runs, comparison.plain))
     out.print(scenarios.LEGEND, markup=False)
     if comparison.fixed:
         out.print(scenarios.grid(comparison))
     out.print(scenarios.verdict(comparison), markup=False)
+
+
+def _plan(scenario: Scenario) -> Schedule:
+    """Return the schedule that the planner would begin with if it knew the acceptance rate."""
+    device = scenario.device
+    alone, draft_ms = curve(device.t_verify), curve(device.t_draft).of(1)
+    return plan_schedule(
+        alone.of,
+        lambda rows: (1.0 + device.contention) * alone.of(rows),
+        draft_ms,
+        scenario.acceptance.alpha,
+        hits=0.0 if device.shares_cores else ASSUMED_HITS,
+    )

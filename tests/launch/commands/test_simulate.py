@@ -76,6 +76,17 @@ def test_a_table_for_people() -> None:
         assert label in done.output
 
 
+@pytest.mark.parametrize(
+    ("t_draft", "said"), [("3", "hidden under verifications, 1.98 times"), ("44", "will not pay")]
+)
+def test_the_schedule_is_said_before_it_is_simulated(t_draft: str, said: str) -> None:
+    """It follows from T_d against T_v and the acceptance rate alone."""
+    flags = ("--t-verify", "37", "--t-draft", t_draft, "--alpha", "0.6", "--set", "tokens=50")
+    done = ssd("simulate", *flags)
+    assert "expected at first: drafts" in done.stdout
+    assert said in done.stdout
+
+
 def test_a_sweep_marks_the_best_pair() -> None:
     """The grid has a star, and the verdict names the pair."""
     done = ssd_simulate("--t-verify", "20", "--t-draft", "2", "--alpha", ".7", "--sweep")
