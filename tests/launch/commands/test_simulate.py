@@ -82,9 +82,9 @@ def test_a_table_for_people() -> None:
 def test_the_schedule_is_said_before_it_is_simulated(t_draft: str, said: str) -> None:
     """It follows from T_d against T_v and the acceptance rate alone."""
     flags = ("--t-verify", "37", "--t-draft", t_draft, "--alpha", "0.6", "--set", "tokens=50")
-    done = ssd("simulate", *flags)
-    assert "expected at first: drafts" in done.stdout
-    assert said in done.stdout
+    done = ssd_simulate(*flags)
+    assert "expected at first: drafts" in done.output
+    assert said in done.output
 
 
 def test_a_sweep_marks_the_best_pair() -> None:
