@@ -91,7 +91,8 @@ class CostModel:
         if self._models.setdefault(hello.role, name) != name:
             models = {**self._models, hello.role: name}
             kept = {"streams": self.streams, "_models": models, "_units": self._units}
-            times = {role: ms for role, ms in self._pass_times.items() if role != hello.role}
+            times = dict(self._pass_times)
+            times.pop(hello.role, None)
             # In place: the planners of running requests hold this object.
             vars(self).update(vars(CostModel()) | kept)
             for role, measured in times.items():

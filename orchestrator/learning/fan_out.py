@@ -43,6 +43,7 @@ class Curve(Protocol):
 
     def hit(self, candidates: int) -> float:
         """Return the probability that the bonus token is among the first `candidates`."""
+        ...
 
 
 def acceptance_distribution(

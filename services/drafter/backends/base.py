@@ -115,6 +115,7 @@ class TargetReading(Protocol):
         They may arrive before the tokens, repeatedly, in any order, or never: then the backend
         drafts without them. Sequences that are not open are ignored.
         """
+        ...
 
 
 class DraftBackend(Protocol):
@@ -123,6 +124,7 @@ class DraftBackend(Protocol):
     @property
     def identity(self) -> BackendIdentity:
         """The backend's identity, fixed once its models are loaded in the constructor."""
+        ...
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Start a sequence with these committed tokens (a prefill, say).
@@ -130,9 +132,11 @@ class DraftBackend(Protocol):
         Yields at points where the work may be abandoned; the sequence is open when the generator
         ends.
         """
+        ...
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Keep the first `base` committed tokens, drop the rest, then append `tokens`."""
+        ...
 
     def prepare(
         self,
@@ -151,11 +155,14 @@ class DraftBackend(Protocol):
         The generator may be closed between two layers. None is a pause in which other sequences
         may be served.
         """
+        ...
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[TreeLayer | None]:
         """Yield up to `count` layers of the one branch after the pending token."""
+        ...
 
     def close(self, sequence: int) -> None:
         """Drop a sequence; unknown ones are ignored."""
+        ...
