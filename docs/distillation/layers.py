@@ -28,8 +28,6 @@ class Student:
         target: Weights,
         shape: tuple[int, int],
         head: torch.Tensor,
-        *,
-        compiles: bool,
     ) -> None:
         self.layers, self.mlp = shape
         self._embedding = target["model.embed_tokens.weight"]
@@ -47,7 +45,6 @@ class Student:
         places = torch.arange(8192, device=self.device, dtype=torch.float32)
         angles = torch.outer(places, config["rope_theta"] ** -half)
         self._turns = angles.cos(), angles.sin()
-        self._block = torch.compile(self._run, dynamic=True) if compiles else self._run
         self.rounds = False
         """Whether it computes with what 4 bits keep of its matrices."""
 
@@ -76,7 +73,7 @@ class Student:
                 for name, weight in self._weights.items()
                 if name.startswith(prefix)
             }
-            x = self._block(x, block, cos, sin)
+            x = self._run(x, block, cos, sin)
         norm = self._cast(self._weights["model.norm.weight"])
         x = x.flatten(0, 1)[positions]
         return fn.linear(fn.rms_norm(x, (self._width,), norm, self._epsilon), self._head)

@@ -60,7 +60,6 @@ def loss_of(
 def train(student: Student, rows: Rows, group: Group, flags: argparse.Namespace) -> None:
     """Train for `flags.seconds`: cross-entropy, then total variation, at last over packed weights."""
     optimizer = Optimizer(student.parameters(), flags.rate, flags.small_rate)
-    measure = torch.compile(loss_of, dynamic=True) if flags.compile else loss_of
     temperature = torch.tensor(flags.temperature, device=student.device)
     began = said = time.monotonic()
     spent, step, tokens = 0.0, 0, 0
@@ -68,7 +67,7 @@ def train(student: Student, rows: Rows, group: Group, flags: argparse.Namespace)
     for batch in rows.batches(flags.batch, flags.seed):
         student.rounds = spent > 1 - flags.packed
         logits = student.logits(batch.tokens, batch.positions)
-        entropy, variation = measure(logits, batch.ids, batch.logs, temperature)
+        entropy, variation = loss_of(logits, batch.ids, batch.logs, temperature)
         in_tv = spent > 1 - flags.finish
         loss = (variation if in_tv else entropy).mean()
         loss.backward()
@@ -149,7 +148,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--finish", type=float, default=0.4, help="share of it")
     parser.add_argument("--packed", type=float, default=0.15, help="share over 4-bit weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
@@ -164,7 +162,7 @@ def main() -> None:
     counts = group.sum(rows.counts(config["vocab_size"], device))
     head = frequent(counts, flags.head, config)
     held = rows.split(head)
-    student = Student(config, weights, (flags.layers, flags.mlp), head, compiles=flags.compile)
+    student = Student(config, weights, (flags.layers, flags.mlp), head)
     del weights
     if group.rank == 0:
         print(f"{rows.answered} tokens of answers, {student.size} weights, head of {len(head)}", flush=True)  # fmt: skip
