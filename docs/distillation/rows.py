@@ -1,6 +1,6 @@
 """The texts of `texts.py` as batches for `train.py`."""
 
-import json
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_ANSWER = 3
-"""As in `services.distill.data`."""
+from services.distill.data import ANSWER, Shards, join_texts
+
 _STEP = 64
 """Lengths of batches are multiples of this."""
 _HELD = 100
@@ -36,22 +36,19 @@ class Rows:
 
     def __init__(self, folders: list[Path], device: str) -> None:
         self._device = device
-        paths = sorted(path for folder in folders for path in (folder / "data").glob("*.json"))
-        if not paths:
-            raise SystemExit(f"no texts in {', '.join(map(str, folders))}")
+        places = [folder / "data" for folder in folders]
+        texts = join_texts([Shards(place).read() for place in places])
+        self._tokens, self._kinds, self.infos = texts
 
         def read(name: str) -> Any:
-            return np.concatenate([np.load(path.with_suffix(f".{name}.npy")) for path in paths])
+            files = [path for place in places for path in sorted(place.glob(f"*.{name}.npy"))]
+            return np.concatenate([np.load(path) for path in files])
 
-        self._tokens, self._kinds = read("tokens"), read("kinds")
         self._ids, self._logs = read("top_ids"), read("top_logs")
-        self.infos: list[dict[str, Any]] = []
-        for path in paths:
-            self.infos += json.loads(path.read_bytes())["rows"]
-        drawn = self._kinds[:, 1:] == _ANSWER
+        drawn = self._kinds[:, 1:] == ANSWER
         self._first = np.concatenate([[0], np.cumsum(drawn.sum(1))])
         self._used = self._kinds.shape[1] - np.argmax(self._kinds[:, ::-1] > 0, axis=1)
-        self._numbers = np.flatnonzero(drawn.any(1))
+        self._numbers = np.arange(len(self.infos))
         self.epoch = 0
 
     @property
@@ -61,7 +58,7 @@ class Rows:
 
     def counts(self, vocabulary: int, device: str) -> torch.Tensor:
         """Return [vocabulary], how often each token occurs in answers."""
-        counts = np.bincount(self._tokens[self._kinds == _ANSWER], minlength=vocabulary)
+        counts = np.bincount(self._tokens[self._kinds == ANSWER], minlength=vocabulary)
         return torch.from_numpy(counts).to(device)
 
     def split(self, head: torch.Tensor) -> "Rows":
@@ -71,8 +68,7 @@ class Rows:
         for start in range(0, len(self._ids), 1 << 20):
             part = self._ids[start : start + (1 << 20)]
             part[:] = columns[part]
-        held = Rows.__new__(Rows)
-        held.__dict__.update(self.__dict__)
+        held = copy.copy(self)
         is_held = self._numbers % _HELD == 0
         held._numbers, self._numbers = self._numbers[is_held], self._numbers[~is_held]
         return held
@@ -112,7 +108,7 @@ class Rows:
     def _batch(self, numbers: Any) -> Batch:
         length = min(-(-int(self._used[numbers].max()) // _STEP) * _STEP, self._tokens.shape[1])
         drawn = np.zeros((len(numbers), length), bool)
-        drawn[:, :-1] = self._kinds[numbers, 1:length] == _ANSWER
+        drawn[:, :-1] = self._kinds[numbers, 1:length] == ANSWER
         at = np.concatenate([np.arange(self._first[n], self._first[n + 1]) for n in numbers])
         rows = np.repeat(numbers, drawn.sum(1))
 

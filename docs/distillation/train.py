@@ -101,8 +101,8 @@ def agreement(student: Student, held: Rows, size: int) -> dict[str, float]:
         best = student.logits(batch.tokens, batch.positions).argmax(-1)
         same = (best == batch.ids[:, 0]).cpu().numpy()
         for number, hit in zip(batch.rows, same, strict=True):
-            if held.infos[number]["temperature"] == 0:
-                right.setdefault(held.infos[number]["category"], []).append(int(hit))
+            if held.infos[number].temperature == 0:
+                right.setdefault(held.infos[number].category, []).append(int(hit))
     everything = [hit for hits in right.values() for hit in hits]
     right["all"] = everything
     return {name: round(sum(hits) / max(1, len(hits)), 4) for name, hits in sorted(right.items())}
