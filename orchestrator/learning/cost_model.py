@@ -110,7 +110,7 @@ class CostModel:
             return  # the measurements since hold
         self._pass_times[role] = times
         if role == "drafter":
-            self.backup_ms = Ema(times.chains[1], weight=1.0)
+            self.backup_ms = Ema(times.chains.get(1, 0.0), weight=1.0)
         else:
             self.verify_latency.expect(times.contended or times.chains)
             self.plain_latency.expect(times.chains)
@@ -125,7 +125,9 @@ class CostModel:
     def on_new_text(self, mode: Mode) -> None:
         """Prepare for a request of this mode: it speculates if good drafts may pay."""
         hits = ASSUMED_HITS if mode == "ssd" else 0.0
-        may_gain = self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
+        may_gain = not self.plain_latency.is_known or (
+            self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
+        )
         for streams in range(1, MOST_SPECULATING + 1):
             switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
             switch.on_new_text(may_gain=may_gain)

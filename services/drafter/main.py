@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from protocol.messages import ToDrafter, ToService
@@ -11,6 +12,7 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import open_backend
+from services.drafter.backends.warmup import time_drafts
 from services.drafter.drafter import Drafter
 from services.drafter.sliding_context import SlidingContextBackend
 from services.kernels.cpu.library import use_spare_cores
@@ -62,16 +64,21 @@ def _serve(settings: DrafterSettings, backend: DraftBackend, stages: Sequence[St
     if spare is not None:
         # While the target waits for a draft.
         use_spare_cores(settings.spare_cores, spare.word)
-    if folder := settings.target if settings.backend == "head" else settings.model:
-        stages = [tokenizer_stage(Path(folder)), *stages]
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
+    times = Stage("times of drafts", partial(time_drafts, backend, identity))
+    stages = [*stages, times] if stages else []
+    if folder := settings.target if settings.backend == "head" else settings.model:
+        stages = [tokenizer_stage(Path(folder)), *stages]
+    preparer = Preparer([times, *stages])
+    while not preparer.step():
+        pass  # Hello has the times
     channel: Channel[ToService] = Channel(
         settings.address, Decoder(ToDrafter), send_timeout_s=SEND_S
     )
     with channel:
-        serve(channel, identity, Drafter(backend), Inbox(channel, flag), Preparer(stages))
+        serve(channel, identity, Drafter(backend), Inbox(channel, flag), preparer)
 
 
 if __name__ == "__main__":

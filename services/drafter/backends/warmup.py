@@ -1,12 +1,15 @@
-"""Warm-up: the first passes of every shape of a drafter, before a request needs it.
+"""Passes that prepare a drafter: first ones of every shape on a GPU, and timed ones.
 
 A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that takes ten
-times as long and misleads the planner's estimates.
+times as long and misleads the planner's estimates. Without T_d the planner assumes that drafts pay.
 """
 
+import time
+
 from protocol.decoding.token_tree import read_tree
-from protocol.messages import Sampling
+from protocol.messages import PassTimes, Sampling
 from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
+from services.runtime.loop import Identity
 from services.runtime.preparation import Steps, unless_broken
 from services.runtime.sequence_table import TRIAL_SEQUENCE
 
@@ -20,6 +23,8 @@ _OPTIONS = (
     RoundOptions(siblings=4),
 )
 """Chains and trees."""
+_BUDGET_S = 0.1
+"""After this time no further draft is timed; the second one always is."""
 
 
 def warm_drafter(backend: DraftBackend) -> Steps[None]:
@@ -54,6 +59,27 @@ def _warm_branches(backend: DraftBackend) -> Steps[None]:
     _prepare(backend, _DEPTH)
 
 
+def time_drafts(backend: DraftBackend, identity: Identity) -> Steps[None]:
+    """Measure T_d, of a token drafted while the target waits; a line server is not asked."""
+    if not backend.identity.vocabulary_size:
+        return
+    times: list[float] = []
+    ends = time.perf_counter() + _BUDGET_S
+    with unless_broken():
+        while len(times) < 2 or time.perf_counter() < ends:
+            for _ in backend.open(TRIAL_SEQUENCE, _PROMPT, Sampling()):
+                pass
+            began = time.perf_counter()
+            tokens = _draft(backend)
+            if not tokens:
+                break
+            times.append(1e3 * (time.perf_counter() - began) / tokens)
+            yield
+    backend.close(TRIAL_SEQUENCE)
+    if times[1:]:
+        identity.pass_times = PassTimes(chains={1: min(times[1:])})  # the first one compiles
+
+
 def _prepare(
     backend: DraftBackend, drafted: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
 ) -> None:
@@ -64,6 +90,7 @@ def _prepare(
         pass
 
 
-def _draft(backend: DraftBackend) -> None:
-    for _ in backend.draft(TRIAL_SEQUENCE, _PROMPT[0], _DEPTH, RoundOptions()):
-        pass
+def _draft(backend: DraftBackend) -> int:
+    """Draft while the target would wait; return the number of tokens."""
+    layers = backend.draft(TRIAL_SEQUENCE, _PROMPT[0], _DEPTH, RoundOptions())
+    return sum(layer is not None for layer in layers)

@@ -73,6 +73,7 @@ def _identity(hello: FromDrafter, peer: DrafterPeer) -> Identity:
         context_length=hello.context_length,
         compute_unit=hello.compute_unit,
         max_draft_tokens=hello.max_draft_tokens,
+        pass_times=hello.pass_times,
         features=hello.features,
         takes_trees=hello.takes_trees,
     )

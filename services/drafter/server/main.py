@@ -19,10 +19,12 @@ from protocol.transport.curve import read_keys
 from protocol.transport.pipes import PipeChannel, Pipes, take_pipes
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import create_backend
+from services.drafter.backends.warmup import time_drafts
 from services.drafter.drafter import Drafter
 from services.drafter.server.line_server import LineServer
 from services.drafter.server.listener import HostListener
 from services.runtime.loop import Identity, serve
+from services.runtime.preparation import run_all
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def run(settings: DraftServerSettings, pipes: Pipes) -> None:
 def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
     """Serve trusted hosts, one at a time; none of them can end the server."""
     keys = read_keys(Path(settings.key_file))
-    identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
+    identity, drafter = _identify(backend), Drafter(backend)
     with HostListener(settings.listen, keys, settings.trusted) as listener:
         _log.info("listening at %s with the key %s", listener.address, keys.public)
         while True:
@@ -63,9 +65,14 @@ def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
 
 
 def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:
-    identity = Identity(role="drafter", **backend.identity._asdict())
     stream: PipeChannel[ToDrafter] = PipeChannel(*pipes, Decoder(ToDrafter))
-    serve(stream, identity, Drafter(backend))
+    serve(stream, _identify(backend), Drafter(backend))
+
+
+def _identify(backend: DraftBackend) -> Identity:
+    identity = Identity(role="drafter", **backend.identity._asdict())
+    run_all(time_drafts(backend, identity))
+    return identity
 
 
 def main() -> int:

@@ -154,6 +154,39 @@ def test_times_that_are_not_measured_yet_change_nothing() -> None:
     assert not known.plain_latency.is_known
 
 
+@pytest.mark.parametrize(("draft_ms", "pays"), [(0.5, True), (30.0, False)])
+def test_the_first_round_weighs_the_time_of_a_draft(draft_ms: float, *, pays: bool) -> None:
+    """A drafter says at load what a token takes: none is tried that cannot pay, not even once."""
+    estimates, times = CostModel(), PassTimes(chains={1: draft_ms})
+    estimates.on_hello(service("drafter", "small", pass_times=times))
+    assert estimates.draft_token_ms == draft_ms
+    for loaded in (False, True):  # a target that has timed nothing yet is asked all the same
+        hello = service("verifier", "large", pass_times=PassTimes(chains=FLAT if loaded else {}))
+        estimates.on_hello(hello)
+        estimates.on_new_text("ssd")
+        switch = estimates.switch("ssd")
+        assert switch is not None
+        assert (switch.credit > 0.0) == (pays or not loaded)
+    for _ in range(3):
+        estimates.observe_round(PLAIN)
+    planner = Planner("ssd", estimates)
+    assert planner.should_speculate == pays
+    assert (planner.backup_length() > 0) == pays
+
+
+def test_another_drafter_brings_the_time_of_its_own_drafts() -> None:
+    """Swapped in within an answer, or with times that nobody can use."""
+    estimates = CostModel()
+    for model, chains, draft_ms in (
+        ("a", {1: 5.0}, 5.0),
+        ("b", {1: 7.0}, 7.0),
+        ("c", {2: 1.0}, 0.0),
+    ):
+        times = PassTimes(chains=chains)
+        estimates.on_hello(service("drafter", model, pass_times=times))
+        assert estimates.draft_token_ms == draft_ms
+
+
 def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
     """There further branches cost little; on a CPU, and on the Neural Engine, each costs time."""
     estimates, branches = CostModel(), dict[str, int]()

@@ -1,7 +1,8 @@
-"""Warming up: every shape is computed once, and nothing of it is left."""
+"""Warming up: every shape is computed once, nothing of it is left, and Hello has the times."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,13 +10,32 @@ import pytest
 
 from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS, read_tree
 from protocol.errors import NotNumbers
-from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from services.drafter.backends.base import RoundOptions, TreeLayer
+from protocol.messages import (
+    OpenSequence,
+    PassTimes,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from protocol.settings import DrafterSettings
+from services.drafter import main
+from services.drafter.backends import warmup
+from services.drafter.backends.base import (
+    BackendIdentity,
+    DraftedToken,
+    RoundOptions,
+    TreeLayer,
+    to_layer,
+)
 from services.drafter.backends.mlx import MlxBackend
-from services.drafter.backends.warmup import warm_drafter
+from services.drafter.backends.warmup import time_drafts, warm_drafter
+from services.drafter.relay import relay
+from services.drafter.server.main import _identify
 from services.kernels.register import KERNELS
 from services.mlx.loader import load
-from services.runtime.preparation import run_all
+from services.runtime.loop import Identity, _hello
+from services.runtime.preparation import Preparer, run_all
 from services.verifier.pass_times import warm_verifier
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
@@ -92,3 +112,65 @@ def test_a_broken_model_is_left_to_its_requests(tmp_path: Path) -> None:
     list(verifier.handle(OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())))
     with pytest.raises(NotNumbers, match="target"):
         list(verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), nodes=[23])))
+
+
+class Clocked:
+    """A drafter on a clock of its own: a token takes 100 ms at first, then 30, 20, 20, ..."""
+
+    def __init__(self, model: str = "m", longest: int = 64) -> None:
+        self.identity = BackendIdentity("mlx", model, "t", 9 if model else 0, 0, "cpu", 64)
+        self.longest, self.drafts, self.now_s, self.is_open = longest, 0, 0.0, False
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Iterator[None]:
+        self.is_open = True
+        yield
+
+    def draft(
+        self, sequence: int, pending: int, count: int, options: RoundOptions
+    ) -> Iterator[Any]:
+        assert self.is_open
+        self.drafts += 1
+        for _ in range(min(count, self.longest)):
+            self.now_s += {1: 0.1, 2: 0.03}.get(self.drafts, 0.02)
+            yield to_layer(DraftedToken(1, 1.0))
+            yield None  # others have their turn
+
+    def close(self, sequence: int) -> None:
+        self.is_open = False
+
+
+def timed(backend: Clocked, budget_s: float, monkeypatch: pytest.MonkeyPatch) -> PassTimes:
+    monkeypatch.setattr(warmup, "_BUDGET_S", budget_s)
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: backend.now_s)
+    identity = Identity(role="drafter", **backend.identity._asdict())
+    run_all(time_drafts(backend, identity))
+    assert not backend.is_open
+    return identity.pass_times
+
+
+def test_the_time_of_a_draft_is_the_least_of_warm_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft compiles; a slow drafter is timed once, a quick one a few times."""
+    assert timed(Clocked(), 0.1, monkeypatch).chains[1] == pytest.approx(30.0)
+    assert timed(Clocked(), 2.0, monkeypatch).chains[1] == pytest.approx(20.0)
+    assert not timed(Clocked(longest=0), 2.0, monkeypatch).chains
+    assert not timed(silent := Clocked(model=""), 2.0, monkeypatch).chains
+    assert not silent.drafts
+
+
+def test_a_drafters_hello_has_the_time_of_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any request, of a drafter here, behind a socket, and of one that is relayed."""
+    hellos = []
+
+    def shake(channel: Any, identity: Identity, drafter: Any, inbox: Any, done: Preparer) -> None:
+        hellos.append(_hello(identity, done))
+
+    monkeypatch.setattr(main, "serve", shake)
+    folder = str(tiny_folder("llama"))
+    address = "ipc:///tmp/nobody"
+    main.run(DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder))
+    [hello] = hellos
+    assert hello.pass_times.chains[1] > 0.0
+    assert hello.preparation.stage == "grammars"
+    assert _identify(MlxBackend(tiny_folder("llama"), 512)).pass_times.chains[1] > 0.0
+    peer: Any = SimpleNamespace(backend="remote", name="a server")
+    assert relay._identity(hello, peer).pass_times == hello.pass_times
