@@ -759,8 +759,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     verifier_restarts: int
     plain_rounds: int
     """Rounds without speculation because plain decoding was faster, or was being measured."""
-    predicted_tok_s: float
-    """The planner's predictions over the whole answer; 0 if there were none."""
     stale_trees: int = 0
     """Messages of the drafter that were dropped: late, duplicate, or out of order."""
     plain_tok_s: float

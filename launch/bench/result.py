@@ -116,7 +116,6 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the decoding time in which the verifier waited after hits, and for messages."""
     plain_rounds: float | None = None
     """Share of rounds decoded plainly because that was faster."""
-    predicted_tok_s: float | None = None
     bound_tok_s: float | None = None
     """Theorem 7 with the hits, lengths and verification times of these rounds."""
     efficiency: float | None = None

@@ -119,7 +119,6 @@ def _speculation(runs: Sequence[BenchRun], answers: Sequence[Statistics]) -> dic
         "overlap_ratio": _mean(s.overlap_ratio for s in answers) if lookups else None,
         "ipc_share": waited_ms / (1e3 * seconds) if hits and seconds else None,
         "plain_rounds": sum(s.plain_rounds for s in answers) / rounds,
-        "predicted_tok_s": median(s.predicted_tok_s for s in answers),
         **_bounds(answers, decoded / seconds if seconds else 0.0),
     }
 

@@ -78,8 +78,6 @@ def _why(s: Statistics) -> str:
 
 def _how_well(s: Statistics) -> str:
     parts = [f"measured {s.tok_s:.1f} tok/s"]
-    if s.predicted_tok_s:
-        parts.insert(0, f"predicted {s.predicted_tok_s:.1f}")
     if is_comparable(s):
         age = describe_age(s.plain_age_s)
         parts.append(f"plain decoding {s.plain_tok_s:.1f} (measured {age})")

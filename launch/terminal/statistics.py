@@ -129,8 +129,6 @@ def _share(part: int, whole: int) -> str:
 
 
 def _details(s: Statistics) -> Iterator[tuple[str, str]]:
-    if s.predicted_tok_s:
-        yield "predicted", f"{s.predicted_tok_s:.1f} tok/s"
     if s.per_position:
         yield "by position", " ".join(f"{rate:.2f}" for rate in s.per_position)
     if s.offered_by_lag:

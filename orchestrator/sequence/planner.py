@@ -24,13 +24,6 @@ _BEYOND = 2
 """Depth of prepared branches in excess of the draft length recently worth verifying."""
 
 
-class Prediction(NamedTuple):
-    """The expected result of a round."""
-
-    tokens: float
-    milliseconds: float
-
-
 class Preparation(NamedTuple):
     """Outcomes and depth for the drafter to prepare during a verification."""
 
@@ -264,12 +257,6 @@ class Planner:
         return allocate(chances, self.branches, curves)
 
     # ------------------------------------------------------------ values
-
-    def predict(self, draft: Draft, origin: Origin) -> Prediction:
-        """Return the expected result of verifying this draft."""
-        *_, tokens = accumulate(self.rank(draft, origin)[1], initial=1.0)
-        waiting = self.estimates.idle_ms[origin].value
-        return Prediction(tokens, self._latency.of(self._rows(len(draft))) + waiting)
 
     @property
     def throughput(self) -> float:

@@ -296,16 +296,11 @@ class Sequence:
     # ------------------------------------------------------------ while the target works
 
     def _look_ahead(self) -> list[Action]:
-        """Do the work that can wait until a round has started: predict it, and plan its
-        successors.
-        """
-        if self.phase is not Phase.VERIFYING:
-            return []
+        """Plan the successors of a round that has started."""
         current = self.current
-        self.recorder.count_predicted(*self.planner.predict(current.draft, current.origin))
-        if self.planner.prepares and current.cache.inherit(current.offered, current.rows):
-            return self._precompute()
-        return []
+        if self.phase is not Phase.VERIFYING or not self.planner.prepares:
+            return []
+        return self._precompute() if current.cache.inherit(current.offered, current.rows) else []
 
     def _precompute(self) -> list[Action]:
         if self._is_held:

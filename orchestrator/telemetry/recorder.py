@@ -65,8 +65,6 @@ class Recorder:
     """True if its place was given away since the last token: the next interval does not count."""
     timeline: "Timeline | None" = None
     """Events of each process, if the client asked for them."""
-    _predicted_tokens: float = 0.0
-    _predicted_s: float = 0.0
     _last_accepted: int = 0
     _first_lag: int = 0
     """Lag of the last round's draft; 0 if no drafter made it."""
@@ -137,11 +135,6 @@ class Recorder:
         self.offered_at.update(range(draft.depth))
         self.accepted_at.update(range(len(accepted)))
         self._last_accepted = len(accepted)
-
-    def count_predicted(self, tokens: float, milliseconds: float) -> None:
-        """Count the prediction for a round as it starts."""
-        self._predicted_tokens += tokens
-        self._predicted_s += milliseconds / 1e3
 
     def retract(self, origins: Sequence[TokenOrigin]) -> None:
         """Remove the last tokens, with these origins: a stop string cut them off."""
@@ -237,7 +230,6 @@ class Recorder:
             drafter_restarts=self.drafter_restarts,
             verifier_restarts=self.verifier_restarts,
             plain_rounds=self.plain_rounds,
-            predicted_tok_s=ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
             plain_age_s=self.plain_age_s,
             tree_rounds=self.tree_rounds,

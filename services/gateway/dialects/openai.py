@@ -300,7 +300,6 @@ def report_speculation(finished: Finished, request: Generate) -> dict[str, Any]:
         "draft_wait_ms": s.phase_ms.get("draft_wait", 0.0),
         "verify_ms": s.phase_ms.get("verify", 0.0),
         "fallbacks": s.fallbacks,
-        "predicted_tok_s": s.predicted_tok_s,
         "plain_tok_s": s.plain_tok_s,
         "plain_age_s": s.plain_age_s,
     }

@@ -53,9 +53,7 @@ const headers = () => {
 function plan(ssd, timings) {
   if (ssd.mode === "ar") return "plain decoding, as asked";
   if (!timings.draft_n) return "plain decoding: nothing worth verifying was drafted";
-  let text = "verify " + (timings.draft_n / Math.max(1, ssd.rounds)).toFixed(1) + " draft tokens a round";
-  if (ssd.predicted_tok_s) text += ", expecting " + ssd.predicted_tok_s.toFixed(1) + " tok/s";
-  return text;
+  return "verify " + (timings.draft_n / Math.max(1, ssd.rounds)).toFixed(1) + " draft tokens a round";
 }
 function timesPlain(ssd, timings) {
   // A pass over a draft takes no less time than a plain one: more is due to other conditions.

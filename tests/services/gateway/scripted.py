@@ -21,7 +21,7 @@ STATISTICS = Statistics(
     ttft_ms=1.0, decode_s=1.0, tok_s=1.0, rounds=1, drafted=0, accepted=0, acceptance_rate=0.0,
     mean_acceptance_length=1.0, per_position=[], cache_hits=0, cache_misses=0, hit_rate=0.0,
     fallbacks={}, overlap_ratio=0.0, phase_ms={}, drafter_restarts=0, verifier_restarts=0,
-    plain_rounds=0, predicted_tok_s=0.0, plain_tok_s=0.0,
+    plain_rounds=0, plain_tok_s=0.0,
 )  # fmt: skip
 
 
