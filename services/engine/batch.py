@@ -1,20 +1,27 @@
 """What a forward pass is over: the only description of its rows.
 
-A `Span` is one sequence's part of a pass; a `Batch` are the rows of a pass as arrays, which a trace
-takes. This module imports nothing of the other rooms, which all may import it.
+A `Batch` is a pass that is to run, and says which tokens of which sequences; a `Span` are the rows
+of one sequence, and `BatchArrays` those of a pass as arrays, which a trace takes. This module
+imports nothing of the other rooms, which all may import it.
 """
 
 import functools
 import itertools
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+from protocol.messages import Tokens
+
+if TYPE_CHECKING:
+    from services.kv.cache import KVStore
+    from services.kv.state import SequenceState
 
 Positions = npt.NDArray[np.int64]
 Visible = npt.NDArray[np.bool_]
@@ -103,7 +110,74 @@ def tree_span(start: int, tree: TokenTree) -> Span:
     return Span(start, positions, np.concatenate([before, tree.visible()], axis=1))
 
 
+@dataclass(frozen=True)
+class BatchPart:
+    """One sequence's rows in a pass that is to run."""
+
+    state: "SequenceState"
+    count: int
+    """Number of new tokens."""
+    begin: Callable[[], Tokens | None]
+    """Begins the pass on the state, right before it runs; returns tokens to be fed before these."""
+    tokens: Tokens = field(default_factory=list)
+    """The new tokens, unless the batch has them."""
+    inputs: Callable[[], mx.array] | None = None
+    """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
+
+
+@dataclass(frozen=True)
 class Batch:
+    """A pass that is to run: the rows of one or several sequences, in order."""
+
+    parts: Sequence[BatchPart]
+    tokens: mx.array | None = None
+    """[rows], where they are on the device, perhaps not computed yet; as many of each part."""
+    ahead: bool = False
+    """True if a running pass chooses the tokens, so that the states must not hold them yet."""
+    depth: int = 0
+    """Passes over the rows of one sequence that continue each other, this one included."""
+    place: Sequence[mx.array] = ()
+    """The arguments of its `BatchArrays` after the tokens, if they are on the device, too."""
+    stride: mx.array | None = None
+    """As for `BatchArrays.continue_rows`, if the next pass continues a place on the device."""
+
+    @property
+    def states(self) -> "list[SequenceState]":
+        """The states of its sequences."""
+        return [part.state for part in self.parts]
+
+    def over(self, tokens: mx.array) -> "Batch":
+        """Return this batch with these tokens, [rows]."""
+        return replace(self, tokens=tokens)
+
+    def go_on(self, place: Sequence[mx.array] = (), stride: mx.array | None = None) -> "Batch":
+        """Return the pass over one more token after each row, as yet without these tokens.
+
+        Args:
+            place: as for `Batch.place`, if a trace has computed it.
+            stride: of the trace.
+        """
+        [part] = self.parts
+        store: Any = part.state
+        span: Span = store.span
+        if store.length < span.end:  # branches, in scratch slots
+            begin = list if place else lambda: store.place(span.following())
+            part = replace(part, begin=begin)
+        return Batch([part], depth=self.depth - 1, place=place, stride=stride)
+
+
+def advance_trunk(store: "KVStore", count: int, depth: int) -> Batch:
+    """Return the first of `depth` passes that advance a trunk, over `count` tokens."""
+    part = BatchPart(store, count, partial(store.chain, count))
+    return Batch([part], depth=depth if count == 1 else 0)
+
+
+def advance_branches(store: "KVStore", span: Span, depth: int) -> Batch:
+    """Return the first of `depth` passes over branches; it is over this span."""
+    return Batch([BatchPart(store, span.count, partial(store.place, span))], depth=depth)
+
+
+class BatchArrays:
     """The rows of a pass as arrays, the same in all layers.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
+from services.engine.batch import BatchPart
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
@@ -236,18 +237,19 @@ class ChunkedPrefill:
                 yield  # let another prompt run
                 continue
             chunk = tokens[state.length : state.length + size]
-            handle = self._queue.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
+            begin = partial(state.append, len(chunk), whole=True)
+            submission = self._queue.submit(BatchPart(state, len(chunk), begin, chunk))
             try:
                 yield
                 self._queue.most_rows = size if self._shares else 0
-                began, own = time.perf_counter(), handle.logits is None
-                self._queue.result(handle)
+                began, own = time.perf_counter(), submission.waits
+                handle = self._queue.result(submission)
                 state.commit(state.length)
                 # The logits stay unevaluated: MLX is lazy and only the state is evaluated.
                 state.evaluate()
                 self._log_rows(sequence, len(sequence.tokens), handle.features)
             finally:
-                handle.cancel()
+                submission.cancel()
             self._order.on_chunk(number, len(chunk), time.perf_counter() - began)
             sequence.tokens += chunk
             if state.needs_checkpoints and self._checkpoints:
@@ -271,8 +273,3 @@ class ChunkedPrefill:
         size = self.chunk_sizer.size(alone=alone, left=len(tokens) - state.length)
         memory = self.runner.memory
         return size if memory is None else memory.fit(state, size, min(size, LEAST_CHUNK))
-
-
-def _begin_chunk(state: SequenceState, size: int) -> Tokens:
-    state.append(size, whole=True)
-    return []

@@ -1,4 +1,4 @@
-"""A forward pass, from its submission until its tokens are judged, as one of its sequences sees it.
+"""A forward pass that runs, until its tokens are judged, as one of its sequences sees it.
 
 A sequence keeps its handles in a deque: the pass that runs, and those started behind it.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Sampling, Tokens
+from protocol.messages import Sampling
+from services.engine.batch import Batch
 from services.kernels.cuda.doorbell import Doorbell, Ticket
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.cache import KVStore
@@ -67,8 +68,8 @@ class PassHandle:
     timing: PassTiming = field(default_factory=PassTiming)
     row: int = 0
     """The first of its rows in the pass."""
-    logits: Any = None
-    """[rows, vocabulary], lazy; None until the pass runs."""
+    logits: mx.array
+    """[rows, vocabulary], lazy; with rows of padding where a trace continues them."""
     features: ReadRows | None = None
     """[rows or more, width] of the states read from the model, lazy."""
     joint: JointChoice | None = None
@@ -77,6 +78,8 @@ class PassHandle:
     """[rows] the chosen tokens, possibly lazy; negative where the host decides."""
     report: Callable[[], Ids] | None = None
     """Reads the choice while the next pass waits on the device."""
+    following: Batch | None = None
+    """The pass over one more token after each row, as yet without tokens, if it continues them."""
 
     def fill(self, tree: TokenTree) -> bool:
         """Make this the state's current pass, over this tree; False if that is impossible."""
@@ -105,37 +108,6 @@ class PassHandle:
 
     def cancel(self) -> None:
         """Drop the pass, if it has not begun."""
-
-
-@dataclass(eq=False, kw_only=True)
-class SubmittedPass(PassHandle):
-    """A pass over known tokens, which waits for others to share it."""
-
-    new: Tokens
-    begin: Callable[[], Tokens]
-    """Begins the pass on the state, right before it runs; returns the tokens fed before these."""
-    inputs: Callable[[], mx.array] | None = None
-    """After `begin`, the model's input besides the tokens: [1, tokens, width] `states`."""
-    queue: list["SubmittedPass"] = field(default_factory=list)
-    """Those that wait."""
-    error: Exception | None = None
-
-    @property
-    def is_computed(self) -> bool:
-        """True if its pass has run or failed."""
-        return self.logits is not None or self.error is not None
-
-    def result(self) -> mx.array:
-        """Return the logits, or raise the error of the pass, which has run."""
-        if self.error is not None:
-            raise self.error
-        logits: mx.array = self.logits
-        return logits
-
-    def cancel(self) -> None:
-        """Leave the queue."""
-        if self in self.queue:
-            self.queue.remove(self)
 
 
 @dataclass(eq=False, kw_only=True)

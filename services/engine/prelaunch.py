@@ -7,17 +7,16 @@ pass is better.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
 from protocol.decoding.token_tree import TokenTree
 from services.engine.pass_handle import Ids, PassHandle, ReservedPass
 from services.engine.prelaunch_trial import find_doorbell
-from services.engine.traced_forward import TREE_ROWS, TracedForward
+from services.engine.runner import ModelRunner
+from services.engine.traced_forward import TREE_ROWS
 from services.kernels.cuda.doorbell import Doorbell
-from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.runtime.preparation import Steps
@@ -62,22 +61,16 @@ class Prelauncher:
     """Keeps a pass waiting on the device for the only open sequence.
 
     Args:
-        traced: builds it.
+        runner: builds it.
         bell: its doorbell; None disables prelaunching.
-        send: sends the features of a pass to the host.
     """
 
-    def __init__(
-        self,
-        traced: TracedForward | None = None,
-        bell: Doorbell | None = None,
-        send: Callable[[mx.array], ReadRows] = lambda rows: rows,
-    ) -> None:
-        self._traced, self._bell, self._send = traced, bell, send
+    def __init__(self, runner: ModelRunner, bell: Doorbell | None = None) -> None:
+        self._runner, self._bell = runner, bell
         self._waiting: ReservedPass | None = None
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
-        sizes = TREE_ROWS if traced is None else traced.tree_rows
+        sizes = TREE_ROWS if runner.traced is None else runner.traced.tree_rows
         self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size in _ASSUMED_MS}
         self._taken = self._missed = 0
         self._moved = _ASSUMED_MOVED
@@ -105,21 +98,17 @@ class Prelauncher:
         choice, state = current.choice, current.state
         if not isinstance(choice, mx.array) or isinstance(current.features, mx.array):
             return  # the host chooses, or has to fetch what is read of the target
-        if self._bell is None or self._traced is None or self._waiting is not None:
+        if self._bell is None or self._waiting is not None:
             return
         moves = self._moved > _MOST_MOVED and not tree.is_chain
         fits = len(tree) <= max(self._pass_ms)
         if moves or not fits or not isinstance(state, KVStore) or state.memory is not None:
             return
         self._lengths.append(len(tree))
-        after = self._traced.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)
+        after = self._runner.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)
         if after is not None:
             current.report = self._bell.report(choice)
-            results = [after.ticket.rung, after.logits]
-            if isinstance(after.features, mx.array):
-                after.features = self._send(after.features)
-                results.append(pending(after.features))
-            self._bell.launch(*results)
+            self._bell.launch(after.ticket.rung, after.logits)
             self._waiting, self._number = after, number
 
     def claim(self, state: SequenceState, tree: TokenTree) -> ReservedPass | None:
@@ -174,14 +163,9 @@ class Prelauncher:
             self._bell = None
 
 
-def open_prelauncher(
-    model: Any,
-    traced: TracedForward | None,
-    store: SequenceState,
-    send: Callable[[mx.array], ReadRows],
-) -> Steps[Prelauncher | None]:
+def open_prelauncher(runner: ModelRunner, store: SequenceState) -> Steps[Prelauncher | None]:
     """Return a prelauncher for this model, with an empty state, if the device is faster with it."""
-    if traced is None or not isinstance(store, KVStore):
+    if not isinstance(store, KVStore):
         return None
-    bell = yield from find_doorbell(model, traced, lambda: store.fork(0))
-    return None if bell is None else Prelauncher(traced, bell, send)
+    bell = yield from find_doorbell(runner, lambda: store.fork(0))
+    return None if bell is None else Prelauncher(runner, bell)

@@ -5,12 +5,12 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
 from services.engine.pass_handle import ReservedPass
+from services.engine.runner import ModelRunner
 from services.engine.trace import prefill
 from services.engine.traced_forward import TRACED_SLOTS, TracedForward
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
@@ -32,20 +32,17 @@ _ARRIVAL_S = 0.001
 _WHAT = "passes launched before their tokens are known"
 
 
-def find_doorbell(
-    model: Any, traced: TracedForward | None, new_store: Callable[[], KVStore]
-) -> Steps[Doorbell | None]:
+def find_doorbell(runner: ModelRunner, new_store: Callable[[], KVStore]) -> Steps[Doorbell | None]:
     """Return a doorbell if passes that wait for one are correct and faster here.
 
     Args:
-        model: called on tokens [1, n] and caches.
-        traced: replays its passes, trees among them.
+        runner: runs the model's passes, trees among them from traces.
         new_store: creates an empty store for a sequence of this model.
     """
-    bell = open_doorbell() if traced is not None else None
-    if bell is None or traced is None:
+    bell = open_doorbell() if runner.traced is not None else None
+    if bell is None or runner.traced is None:
         return None
-    trial = _Trial(model, traced, new_store, bell)
+    trial = _Trial(runner, runner.traced, new_store, bell)
     try:
         used = yield from trial.run()
     # Faults of a device or a driver must show here, and not in an answer.
@@ -59,10 +56,14 @@ class _Trial:
     """Consecutive chains, requested normally or prelaunched."""
 
     def __init__(
-        self, model: Any, traced: TracedForward, new_store: Callable[[], KVStore], bell: Doorbell
+        self,
+        runner: ModelRunner,
+        traced: TracedForward,
+        new_store: Callable[[], KVStore],
+        bell: Doorbell,
     ) -> None:
-        self._traced, self._bell = traced, bell
-        self._stores = [prefill(model, new_store, _PROMPT) for _ in range(2)]
+        self._runner, self._traced, self._bell = runner, traced, bell
+        self._stores = [prefill(runner.model, new_store, _PROMPT) for _ in range(2)]
         self._missed = 0
 
     def run(self) -> Steps[bool]:
@@ -93,7 +94,7 @@ class _Trial:
             store.widen(slots)
             store.chain(_ROWS)
             for _ in range(2):
-                if (pass_ := self._traced.reserve(rows, store, self._bell)) is None:
+                if (pass_ := self._runner.reserve(rows, store, self._bell)) is None:
                     break
                 self._bell.ring(pass_.ticket, _CHAIN, store.span.start)
                 self._bell.launch(pass_.ticket.rung, pass_.logits)
@@ -135,7 +136,7 @@ class _Trial:
 
     def _launch(self) -> ReservedPass:
         rows = self._traced.pad_rows(2 * _ROWS)
-        after = self._traced.reserve(rows, self._stores[1], self._bell)
+        after = self._runner.reserve(rows, self._stores[1], self._bell)
         if after is None:
             raise ValueError("there is no trace of a tree")
         self._bell.launch(after.ticket.rung, after.logits)

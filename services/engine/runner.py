@@ -1,30 +1,29 @@
 """Passes of one model, computed in whichever way is fastest: the same to those who ask for them.
 
-A pass goes over the slot table, as one packed row of several sequences, through a trace, or through
-the model itself. What it is over is said by the spans of its states.
+A `Batch` goes over the slot table, as one packed row of several sequences, through a trace, or
+through the model itself.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from protocol.messages import Tokens
-from services.engine.batch import Span
+from services.engine.batch import Batch, BatchArrays, BatchPart
 from services.engine.packing import pack_pass
 from services.engine.pass_handle import (
     AheadPass,
     JointChoice,
     PassHandle,
     PassTiming,
-    SubmittedPass,
+    ReservedPass,
 )
 from services.engine.pass_memory import PassMemory
-from services.engine.side_by_side import PlainBranches, PlainChain, SideBySide
 from services.engine.slot_table import SlotTable
 from services.engine.traced_forward import TracedForward
+from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.host_rows import ReadRows, pending
 from services.kernels.register import kernels
 from services.kv.branching import BranchingState
@@ -33,7 +32,16 @@ from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
 from services.mlx.launching import compute_in_pieces, launch, launch_in_pieces
 
-_log = logging.getLogger(__name__)
+
+class _Result(NamedTuple):
+    """The results of a whole pass, lazy."""
+
+    logits: mx.array
+    """[1, rows, vocabulary]"""
+    following: Batch | None = None
+    """As for `PassHandle`."""
+    written: list[mx.array] | None = None
+    """As for `ReservedPass`, of a pass whose place is on the device."""
 
 
 class ModelRunner:
@@ -66,222 +74,132 @@ class ModelRunner:
         pieces.
         """
 
-    def run(self, passes: Sequence[SubmittedPass]) -> None:
-        """Compute these in one pass, or one by one if that fails; each gets its part or an error.
+    def run(self, batch: Batch) -> list[PassHandle]:
+        """Start a pass; return a handle for each of its sequences, in order.
 
-        A sequence that the model cannot take must not fail the others.
+        The states hold its rows afterwards, unless it begins ahead.
+
+        Raises any error of the model for these tokens; the states are then as before.
         """
-        lengths = [handle.state.length for handle in passes]
-        try:
-            self._run(passes)
-        except Exception as error:  # noqa: BLE001
-            if self.table is not None:
-                self.table.give_up_pass()
-            for handle, length in zip(passes, lengths, strict=True):
-                if handle.state.length > length:
-                    handle.state.commit(length)
-            if len(passes) == 1:
-                passes[0].error = error
-                return
-            _log.exception("a pass of %d sequences failed; now one by one", len(passes))
-            for handle in passes:
-                self.run([handle])
-
-    def compute(
-        self,
-        tokens: Tokens,
-        state: SequenceState,
-        begin: Callable[[], Tokens],
-        inputs: Callable[[], mx.array] | None = None,
-    ) -> mx.array:
-        """Return the logits [n, head] of a sequence's pass; arguments as for `SubmittedPass`.
-
-        Raises any error of the model for these tokens.
-        """
-        handle = SubmittedPass(state=state, new=tokens, begin=begin, inputs=inputs)
-        self.run([handle])
-        return handle.result()
-
-    def advance(
-        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
-    ) -> SideBySide:
-        """Return passes over rows that advance together, the first of them over this span.
-
-        Args:
-            store: holds their keys and values.
-            span: of branches, or of the next tokens of the trunk.
-            depth: number of passes.
-            is_trunk: True if the row is the trunk.
-        """
-        if self.traced is not None and (span.count == 1 or not is_trunk):
-            rows = self.traced.open(store, span, depth, is_trunk=is_trunk)
-            if rows is not None:
-                return rows
-        return PlainChain(self.model, store) if is_trunk else PlainBranches(self.model, store, span)
-
-    def run_ahead(
-        self, choice: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
-    ) -> Sequence[PassHandle]:
-        """Start a pass over tokens that were chosen after a running one and have not been read.
-
-        Args:
-            choice: [sequences] of `device.begin`; the pass is of no use to a sequence without a
-                token.
-            states: without the tokens of this pass, also afterwards; several are of slots, which
-                may be anywhere in it.
-            missing: number of tokens of the running pass that each lacks, too.
-
-        Returns:
-            A handle per sequence; none if a shared pass fails, which it will again when submitted.
-        """
-        token = mx.maximum(choice, 0)
-        # Before the pass is built, so that reading them does not wait for later work.
-        launch(choice, token)
-        if len(states) == 1:
-            return [self._run_one_ahead(token, states[0])]
-        return self._run_several_ahead(token, states, missing)
-
-    def _run_one_ahead(self, token: mx.array, state: SequenceState) -> AheadPass:
-        length = state.length
-        state.append(1)
-        try:
-            logits, features = self._build(token[None], [state], {}, ahead=True)
-        except BaseException:
-            state.commit(length)
-            raise
-        suspended = state.suspend()
-        read: Any = cache(token.tolist)
-        launch(logits)
-        return AheadPass(
-            state=state,
-            timing=PassTiming(1, 1),
-            logits=logits,
-            features=features,
-            read=read,
-            resume=partial(state.resume, suspended),
-        )
-
-    def _run_several_ahead(
-        self, token: mx.array, states: Sequence[SequenceState], missing: Sequence[int]
-    ) -> list[AheadPass]:
-        lengths = [state.length for state in states]
+        before = [(part.state, part.state.length) for part in batch.parts]
         try:
             if self.memory is not None:
-                counts = (1 + count for count in missing)
-                self.memory.check(list(zip(states, counts, strict=True)))
-            for state, count in zip(states, missing, strict=True):
-                state.append(count)
-                state.append(1)
-            timing = PassTiming(len(states), len(states))
-            logits, features = self._build(token[None], states, {}, ahead=True)
-            joint = JointChoice(logits)
-            tokens = joint.lazy
-        # An error occurs again, and is reported, when the pass is submitted.
-        except Exception as error:  # noqa: BLE001
-            _log.info("no pass of %d sequences begins ahead: %s", len(states), error)
-            return []
-        finally:
-            for state, length in zip(states, lengths, strict=True):
-                state.commit(length)
-        read: Any = cache(token.tolist)
-        handles = [
-            AheadPass(
-                state=state,
-                timing=timing,
-                row=row,
-                logits=logits[row : row + 1],
-                features=None if features is None else features[row : row + 1],
-                joint=joint,
-                read=read,
-                resume=partial(state.append, 1),
-            )
-            for row, state in enumerate(states)
-        ]
-        launch(tokens)
+                self.memory.check([(part.state, part.count) for part in batch.parts])
+            handles = self._run(batch)
+        except BaseException:
+            if self.table is not None and not batch.ahead:
+                self.table.give_up_pass()
+            _restore(before)
+            raise
+        if batch.ahead:
+            _restore(before)
+            launch(handles[0].logits if handles[0].joint is None else handles[0].joint.lazy)
         return handles
 
-    def _run(self, passes: Sequence[SubmittedPass]) -> None:
-        if self.memory is not None:
-            self.memory.check([(handle.state, len(handle.new)) for handle in passes])
-        row: Tokens = []
-        ends = []
-        inputs = []
-        for handle in passes:
-            row += [*handle.begin(), *handle.new]
-            ends.append(len(row))
-            if handle.inputs is not None:
-                inputs.append(handle.inputs())
-        timing = PassTiming(len(row), len(passes))
-        states = [handle.state for handle in passes]
-        extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
-        logits, features = self._build(mx.array(row)[None], states, extra)
-        joint = JointChoice(logits) if len(passes) > 1 else None
-        for handle, end in zip(passes, ends, strict=True):
-            rows = slice(end - len(handle.new), end)
-            handle.logits, handle.timing, handle.row = logits[rows], timing, rows.start
-            handle.joint = joint
-            handle.features = None if features is None else features[rows]
+    def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
+        """Start a pass over up to `rows` rows that waits for its tokens, once it is launched.
+
+        Args:
+            rows: a size of trees.
+            store: of the sequence, with the current chain or tree, whose outcome need not be known.
+                It holds the buffers that the pass writes to.
+            bell: the doorbell on which the device waits.
+
+        Returns:
+            None if there is no trace of such a shape, or the buffers have to grow first.
+        """
+        slots = 0 if self.traced is None else self.traced.find_slots(rows, store)
+        if not slots:
+            return None
+        arrays, ticket = bell.await_tokens(rows, slots, store.length)
+        tokens, *place = arrays.arrays
+        batch = Batch([BatchPart(store, rows, list)], place=place)
+        result, features = self._build(batch, tokens, {})
+        return ReservedPass(
+            state=store,
+            logits=result.logits[0],
+            features=features,
+            bell=bell,
+            ticket=ticket,
+            slots=slots,
+            written=result.written,
+        )
+
+    def _run(self, batch: Batch) -> list[PassHandle]:
+        parts = batch.parts
+        row, rows, extra = _begin(batch)
+        timing = PassTiming(row.shape[1], len(parts))
+        result, features = self._build(batch, row, extra)
+        logits = result.logits[0]
+        joint = JointChoice(logits) if len(parts) > 1 else None
+        read: Any = cache(row[0].tolist) if batch.ahead else None
+        handles = list[PassHandle]()
+        for part, own in zip(parts, rows, strict=True):
+            about = {
+                "state": part.state,
+                "timing": timing,
+                "row": own.start,
+                "logits": logits if result.following is not None else logits[own],
+                "features": None if features is None else features[own],
+                "joint": joint,
+            }
+            if batch.ahead:
+                resume = partial(part.state.resume, part.state.suspend())
+                handles.append(AheadPass(**about, read=read, resume=resume))
+            else:
+                handles.append(PassHandle(**about, following=result.following))
+        return handles
 
     def _build(
-        self,
-        row: mx.array,
-        states: Sequence[SequenceState],
-        extra: dict[str, mx.array],
-        *,
-        ahead: bool = False,
-    ) -> tuple[mx.array, ReadRows | None]:
-        """Return lazy [rows, head] logits of a pass and [rows or more, width] features.
+        self, batch: Batch, row: mx.array, extra: dict[str, mx.array]
+    ) -> tuple[_Result, ReadRows | None]:
+        """Return the lazy results of a pass over this [1, rows] row, with its features.
 
         Evaluating the logits evaluates the features as well: they are submitted first.
         """
-        logits = self._call(row, states, extra, ahead=ahead)[0]
-        if self.one_graph and not ahead and isinstance(states[0], KVStore | LayeredState):
+        result = self._call(batch, row, extra)
+        state = batch.parts[0].state
+        is_awaited = not batch.ahead and not batch.place
+        if self.one_graph and is_awaited and isinstance(state, KVStore | LayeredState):
             split = compute_in_pieces if self.fills else launch_in_pieces
-            split(states[0].milestones)
+            split(state.milestones)
         features = self.read() if self.read is not None else None
         if features is not None:
-            logits = mx.depends(logits, pending(features))
-        return logits, features
+            result = result._replace(logits=mx.depends(result.logits, pending(features)))
+        return result, features
 
-    def _call(
-        self,
-        row: mx.array,
-        states: Sequence[SequenceState],
-        extra: dict[str, mx.array],
-        *,
-        ahead: bool,
-    ) -> mx.array:
-        state, table = states[0], self.table
+    def _call(self, batch: Batch, row: mx.array, extra: dict[str, mx.array]) -> _Result:
+        state, table = batch.parts[0].state, self.table
         if isinstance(state, BranchingState) and state.is_batched:
-            batch: mx.array = self.model(row.swapaxes(0, 1), cache=state.caches)
-            return batch.swapaxes(0, 1)
-        if table is not None and (seated := self._run_at(table, row, states, extra)) is not None:
-            return seated
-        if len(states) > 1:
-            with pack_pass(states, in_batches=kernels().batches_recurrences) as caches:
-                packed: mx.array = self.model(row, cache=caches, **extra)
-            return packed
-        if (
-            self.traced is not None
-            and isinstance(state, KVStore)
-            and self.traced.serves(state, ahead=ahead)
-        ):
-            return self.traced(row, state, ahead=ahead)
-        logits: mx.array = self.model(row, cache=state.caches, **extra)
+            logits = self.model(row.swapaxes(0, 1), cache=state.caches)
+            return _Result(logits.swapaxes(0, 1))
+        if table is not None and (seated := self._run_at(table, row, batch, extra)) is not None:
+            return _Result(seated)
+        if len(batch.parts) > 1:
+            with pack_pass(batch.states, in_batches=kernels().batches_recurrences) as caches:
+                return _Result(self.model(row, cache=caches, **extra))
+        traced = self.traced
+        if traced is not None and isinstance(state, KVStore):
+            if batch.place or (batch.depth and traced.serves(state, depth=batch.depth)):
+                return _continue(traced, batch, row, state)
+            if not batch.depth and traced.serves(state, ahead=batch.ahead):
+                return _Result(traced(row, state, ahead=batch.ahead))
+        following = batch.go_on() if batch.depth else None
+        logits = self.model(row, cache=state.caches, **extra)
         if table is not None:
             table.drop_if_empty()
-        return logits
+        return _Result(logits, following)
 
     def _run_at(
         self,
         table: SlotTable,
         row: mx.array,
-        states: Sequence[SequenceState],
+        batch: Batch,
         extra: dict[str, mx.array],
     ) -> mx.array | None:
         """Return the logits, if the table supports such a pass."""
-        stores = [state for state in states if isinstance(state, KVStore)]
-        if extra or len(stores) < len(states):
+        stores = [state for state in batch.states if isinstance(state, KVStore)]
+        if extra or len(stores) < len(batch.parts):
             return None
         if self.fills:
             suits = table.suits_prompts(stores)
@@ -292,3 +210,48 @@ class ModelRunner:
             for store in stores:
                 store.gather()
         return logits
+
+
+def _begin(batch: Batch) -> tuple[mx.array, list[slice], dict[str, mx.array]]:
+    """Begin the pass on all states.
+
+    Returns:
+        Its tokens, [1, rows]; the rows of each sequence's new ones; other inputs of the model.
+    """
+    row: Tokens = []
+    rows = list[slice]()
+    inputs = []
+    each = 0 if batch.tokens is None else batch.tokens.size // len(batch.parts)
+    for part in batch.parts:
+        owed = part.begin() or []
+        start = len(row) + len(owed) if not each else len(rows) * each
+        rows.append(slice(start, start + (each or len(part.tokens))))
+        row += [*owed, *part.tokens]
+        if part.inputs is not None:
+            inputs.append(part.inputs())
+    tokens = mx.array(row) if batch.tokens is None else batch.tokens
+    extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
+    return tokens[None], rows, extra
+
+
+def _continue(traced: TracedForward, batch: Batch, row: mx.array, store: KVStore) -> _Result:
+    """Replay a pass whose place is on the device, or the first of those that continue it."""
+    stride = batch.stride
+    if batch.place:
+        if stride is not None and not batch.depth:
+            # MLX does not check where it writes.
+            raise IndexError("the buffers have no room for another pass")
+        arrays = BatchArrays(row, *batch.place)
+    else:
+        stride = mx.array(store.span.count, mx.int32)
+        arrays = traced.lay_out(row, store, batch.depth)
+    replayed = traced.replay(arrays, store, stride)
+    following = None if stride is None else batch.go_on(replayed.following, stride)
+    return _Result(replayed.logits, following, replayed.written or None)
+
+
+def _restore(before: Sequence[tuple[SequenceState, int]]) -> None:
+    """Cut states to their lengths before a pass."""
+    for state, length in before:
+        if state.length > length:
+            state.commit(length)

@@ -8,9 +8,11 @@ for a shared pass is better. A pass over a tree whose tokens are not known yet m
 the same (`engine.prelaunch`).
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence, Sized
+from collections.abc import Generator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,11 +20,15 @@ import mlx.core as mx
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Tokens
-from services.engine.pass_handle import Ids, PassHandle, PassTiming, SubmittedPass
+from services.engine.batch import Batch, BatchPart
+from services.engine.pass_handle import Ids, PassHandle, PassTiming
 from services.engine.prelaunch import Prelauncher
 from services.engine.runner import ModelRunner
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
+from services.mlx.launching import launch
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 0.3
 """Longest wait for the other sequences of the last pass, as a share of its time.
@@ -31,8 +37,31 @@ Two passes in place of one cost far more.
 """
 
 
+@dataclass(eq=False)
+class Submission:
+    """A sequence's part of a pass, which waits for others to share it."""
+
+    part: BatchPart
+    queue: list["Submission"]
+    """Those that wait."""
+    passes: deque[PassHandle]
+    """Gets the handle once the pass runs."""
+    handle: PassHandle | None = None
+    error: Exception | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True if its pass has neither run nor failed."""
+        return self.handle is None and self.error is None
+
+    def cancel(self) -> None:
+        """Leave the queue."""
+        if self in self.queue:
+            self.queue.remove(self)
+
+
 class PassQueue:
-    """Passes that wait: the first whose result is needed runs, with those that may share it.
+    """Parts of passes that wait: the first that is needed runs, with those that may share its pass.
 
     Args:
         runner: runs them.
@@ -41,30 +70,48 @@ class PassQueue:
 
     def __init__(self, runner: ModelRunner, most_rows: int = 0) -> None:
         self.runner, self.most_rows = runner, most_rows
-        self.waiting: list[SubmittedPass] = []
+        self.waiting: list[Submission] = []
 
-    def submit(
-        self, tokens: Tokens, state: SequenceState, begin: Callable[[], Tokens]
-    ) -> SubmittedPass:
-        """Queue a sequence's tokens; nothing runs yet."""
-        handle = SubmittedPass(state=state, new=tokens, begin=begin, queue=self.waiting)
-        self.waiting.append(handle)
-        return handle
+    def submit(self, part: BatchPart, passes: deque[PassHandle] | None = None) -> Submission:
+        """Queue a sequence's part; nothing runs yet. Its handle is appended to `passes`."""
+        submission = Submission(part, self.waiting, deque() if passes is None else passes)
+        self.waiting.append(submission)
+        return submission
 
-    def result(self, handle: SubmittedPass) -> mx.array:
-        """Return the logits of a pass; run it with all waiting ones if necessary.
+    def result(self, submission: Submission) -> PassHandle:
+        """Return the handle of a pass; run it with all waiting parts if necessary.
 
         Raises any error of the model for these tokens.
         """
-        if not handle.is_computed:
-            self.runner.run(self._claim_with_company(handle))
-        return handle.result()
+        if submission.waits:
+            self._run(self._claim_with_company(submission))
+        if submission.handle is None:
+            raise submission.error or RuntimeError("a pass was submitted and did not run")
+        return submission.handle
 
-    def _claim_with_company(self, first: SubmittedPass) -> list[SubmittedPass]:
+    def _run(self, submissions: Sequence[Submission]) -> None:
+        """Run these in one pass, or one by one if that fails; each gets a handle or an error.
+
+        A sequence that the model cannot take must not fail the others.
+        """
+        try:
+            handles = self.runner.run(Batch([one.part for one in submissions]))
+        except Exception as error:  # noqa: BLE001
+            if len(submissions) == 1:
+                submissions[0].error = error
+                return
+            _log.exception("a pass of %d sequences failed; now one by one", len(submissions))
+            for one in submissions:
+                self._run([one])
+            return
+        for one, one.handle in zip(submissions, handles, strict=True):
+            one.passes.append(one.handle)
+
+    def _claim_with_company(self, first: Submission) -> list[Submission]:
         first.cancel()
-        chosen, rows = [first], len(first.new)
+        chosen, rows = [first], first.part.count
         for other in list(self.waiting):
-            rows += len(other.new)
+            rows += other.part.count
             if rows > self.most_rows:
                 break
             chosen.append(other)
@@ -79,7 +126,9 @@ class Scheduled(Protocol):
     tokens: Tokens
     """The committed tokens."""
     passes: deque[PassHandle]
-    """The pass that runs or was submitted, and those started behind it."""
+    """The pass that runs, and those started behind it."""
+    submitted: Submission | None
+    """Its part of that pass, unless it was started ahead; it may still wait to run."""
 
     @property
     def goes_on(self) -> bool:
@@ -144,8 +193,8 @@ class Scheduler:
     def linger_s(self, number: int) -> float:
         """Return a short wait for the other sequences of the last pass, which are expected soon."""
         sequence = self._sequences.get(number)
-        if sequence is None or not sequence.passes or sequence.passes[0].logits is not None:
-            return 0.0  # it has submitted no pass that is still to run
+        if sequence is None or sequence.submitted is None or not sequence.submitted.waits:
+            return 0.0
         longest = self.longest_wait_s
         until = [other.wait_until(longest) for other in self._sequences.values()]
         return max(0.0, max(until, default=0.0) - time.perf_counter())
@@ -213,17 +262,18 @@ class Scheduler:
         """Run a pass over a tree, with those that others submit meanwhile."""
         state = sequence.state
         if state.owed > state.most_owed:
-            self.queue.result(self.queue.submit([], state, partial(_begin, sequence, None)))
+            self.queue.result(
+                self.queue.submit(BatchPart(state, 0, partial(_begin, sequence, None)))
+            )
             state.commit(len(sequence.tokens))
-        handle = self.queue.submit(tree.tokens, state, partial(_begin, sequence, tree))
-        sequence.passes.append(handle)
+        part = BatchPart(state, len(tree.tokens), partial(_begin, sequence, tree), tree.tokens)
+        sequence.submitted = submission = self.queue.submit(part, sequence.passes)
         if len(self._sequences) > 1:
             yield None  # others may join, and some will soon, without a message
             others = self._sequences.values()
-            while not handle.is_computed and any(one.comes_unasked for one in others):
+            while submission.waits and any(one.comes_unasked for one in others):
                 yield None
-        self.queue.result(handle)
-        return handle
+        return self.queue.result(submission)
 
     def _start_ahead(self, timing: PassTiming) -> None:
         """Start the pass after this running one, if possible; once, for its first sequence."""
@@ -244,8 +294,40 @@ class Scheduler:
         elif not all(isinstance(state, KVStore) for state in states):
             return
         missing = [len(one.tokens) + 1 - one.state.length for one in members]
-        for handle in self.runner.run_ahead(choice, states, missing):
-            members[handle.row].passes.append(handle)
+        try:
+            handles = self.runner.run(follow(choice, states, missing))
+        # It occurs again, and is reported, when the pass is submitted.
+        except Exception as error:  # noqa: BLE001
+            _log.info("no pass of %d sequences begins ahead: %s", len(members), error)
+            return
+        for one, handle in zip(members, handles, strict=True):
+            one.passes.append(handle)
+
+
+def follow(
+    choice: mx.array, states: Sequence[SequenceState], missing: Sequence[int] = (0,)
+) -> Batch:
+    """Return a pass over tokens that were chosen after a running one and have not been read.
+
+    Args:
+        choice: [sequences] of `device.begin`; the pass is of no use to a sequence without a token.
+        states: without the tokens of this pass, also afterwards; several are of slots, which may be
+            anywhere in it.
+        missing: number of tokens of the running pass that each lacks, too.
+    """
+    tokens = mx.maximum(choice, 0)
+    # Before the pass is built, so that reading them does not wait for later work.
+    launch(choice, tokens)
+    pairs = zip(states, missing, strict=True)
+    parts = [BatchPart(state, 1 + count, partial(_append, state, count)) for state, count in pairs]
+    return Batch(parts, tokens, ahead=True)
+
+
+def _append(state: SequenceState, missing: int) -> None:
+    """Begin a pass over one token, after these."""
+    if missing:
+        state.append(missing)
+    state.append(1)
 
 
 def _begin(sequence: Scheduled, tree: TokenTree | None) -> Tokens:

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ModelError
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.engine.trace import FeatureReader, Trace
 from services.kernels.cuda import kv_rows
 from services.kernels.cuda.attention import ROWS_STEP, round_rows
@@ -145,7 +145,7 @@ class SlotTable:
             logits = self._call(model, batch)
         return logits[:, :count] if more else logits
 
-    def _call(self, model: Any, batch: Batch) -> mx.array:
+    def _call(self, model: Any, batch: BatchArrays) -> mx.array:
         """Compute a pass by the model itself."""
         caches = [
             TracedLayer(one.keys, one.values, batch, attend=self._attend) for one in self._layers
@@ -209,7 +209,7 @@ class SlotTable:
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
         return 0 < pairs * widest <= _MOST_PROMPT_BYTES
 
-    def _pack(self, row: mx.array, stores: Sequence[KVStore], more: int) -> Batch | None:
+    def _pack(self, row: mx.array, stores: Sequence[KVStore], more: int) -> BatchArrays | None:
         ends = [store.span.end for store in stores]
         for store in stores:
             if not isinstance(store.memory, Seat):
@@ -330,7 +330,7 @@ class SlotTable:
         store.memory = Seat(self, index)
         self._taken[index] = weakref.ref(store)
 
-    def _plan(self, tokens: mx.array, stores: Sequence[KVStore], longest: int) -> Batch:
+    def _plan(self, tokens: mx.array, stores: Sequence[KVStore], longest: int) -> BatchArrays:
         """Place the rows of these sequences and unused ones; each attends to some slot."""
         bases = [self._base(_seat_of(store).index) for store in stores]
         counts = [store.span.count for store in stores]
@@ -345,7 +345,7 @@ class SlotTable:
             row += span.count
         filler = np.zeros(more, np.int64)
         positions = np.concatenate([*(store.span.own_positions for store in stores), filler])
-        return Batch(
+        return BatchArrays(
             tokens,
             mx.array(np.concatenate([*slots, np.arange(more)]), mx.int32),
             mx.array(positions, dtype=mx.int32),

@@ -3,7 +3,7 @@
 Building the graph of a forward costs the host milliseconds during which a GPU waits. Here
 `mx.compile` records it once per number of rows and size of the KV buffers, fuses its small
 operations, and replays it in every later pass of that shape. Everything that changes from pass to
-pass is an input of the recorded function: the `Batch`, and the buffers. A plain number in their
+pass is an input of the recorded function: `BatchArrays`, and the buffers. A plain number in their
 place would become part of the trace.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cuda.blocks import can_write_in_place
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.kv_rows import Attend, TracedLayer, find_written
@@ -82,14 +82,14 @@ class Trace:
         self._replay: Any = mx.compile(self._forward)
 
     def __call__(
-        self, batch: Batch, layers: Sequence[LayerBuffers], stride: mx.array | None = None
+        self, batch: BatchArrays, layers: Sequence[LayerBuffers], stride: mx.array | None = None
     ) -> Replayed:
         """Compute a pass; the layers hold its rows afterwards.
 
         Args:
             batch: its rows.
             layers: buffers of all layers, exclusive if rows may be written in place.
-            stride: as for `Batch.continue_rows`, if the next pass continues these rows.
+            stride: as for `BatchArrays.continue_rows`, if the next pass continues these rows.
         """
         logits, features, following, *buffers = self._replay(
             batch.arrays,
@@ -114,7 +114,7 @@ class Trace:
         keys: list[mx.array],
         values: list[mx.array],
     ) -> tuple[mx.array, *tuple[list[mx.array], ...]]:
-        batch = Batch(*arrays)
+        batch = BatchArrays(*arrays)
         layers = [
             TracedLayer(*pair, batch, owned=self.may_write, attend=self._attend)
             for pair in zip(keys, values, strict=True)

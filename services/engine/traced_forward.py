@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
-from services.engine.batch import Batch, Shape, Span, round_to_traced
-from services.engine.pass_handle import ReservedPass
-from services.engine.side_by_side import TracedRows
+from services.engine.batch import BatchArrays, Shape, Span, round_to_traced
 from services.engine.trace import FeatureReader, Replayed, Trace, prefill
 from services.kernels.cuda.blocks import serves_any_length
-from services.kernels.cuda.doorbell import Doorbell
 from services.kernels.cuda.kv_rows import writes_in_place
 from services.kv.cache import KVStore, SlotCache
 from services.mlx.launching import launch_first
@@ -90,30 +87,27 @@ class TracedForward:
         end = span.start + span.count * (depth - 1) + rows
         return Shape(rows, round_to_traced(max(_count_slots(store), end)), forks)
 
-    def open(
-        self, store: KVStore, span: Span, depth: int, *, is_trunk: bool = False
-    ) -> TracedRows | None:
-        """Open passes of rows that advance from this span on; None if their shape is not traced."""
-        shape = self._shape(store, span, depth)
-        if not (_suits(store, span, shape) and self._has(shape)):
-            return None
-        return TracedRows(self._trace, store, span, shape, depth=depth, is_trunk=is_trunk)
-
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
         self._trace.read(reader)
 
-    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Return True if the current pass has a shape that is traced, or can be traced now.
+    def serves(
+        self, store: KVStore, span: Span | None = None, *, ahead: bool = False, depth: int = 1
+    ) -> bool:
+        """Return True if a pass has a shape that is traced, or can be traced now.
 
         Args:
             store: of the sequence.
+            span: its rows of the pass; by default of the current one.
             ahead: True if the pass starts while another one is running.
+            depth: number of passes that continue each other, this one included.
         """
         alone = self.singles.ahead if ahead else self.singles.awaited
-        if store.span.count == 1 and not alone:
+        span = span or store.span
+        if span.count == 1 and not alone:
             return False
-        return self.can_trace(store) and self._has(self._shape(store, store.span))
+        shape = self._shape(store, span, depth)
+        return _suits(store, span, shape) and self._has(shape)
 
     def _has(self, shape: Shape) -> bool:
         """Return True if this shape is traced, or can be traced now."""
@@ -147,52 +141,42 @@ class TracedForward:
 
         On an idle GPU (not `ahead`), the first layers are launched before the others are submitted.
         """
-        span, shape = store.span, self._shape(store, store.span)
-        store.widen(shape.slots)
-        if shape.forks:
-            tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
-            batch = Batch(tokens, *span.pad(shape.rows, shape.slots))
-        else:
-            batch = Batch(tokens, mx.array(span.start))
-        replayed = self._run(batch, store)
+        count = store.span.count
+        replayed = self.replay(self.lay_out(tokens, store), store)
         if replayed.written:
             store.written = replayed.written
-        if self._trace.reader is not None and replayed.features is not None:
-            self._trace.reader.put(replayed.features[: span.count])
         if not ahead and self._longest_chain:
             launch_first(store.milestones)
-        return replayed.logits[:, : span.count]
+        return replayed.logits[:, :count]
 
-    def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
-        """Launch a pass over up to `rows` rows that waits for its tokens.
+    def lay_out(self, tokens: mx.array, store: KVStore, depth: int = 1) -> BatchArrays:
+        """Return the rows of `store`'s current pass, [1, n] tokens, padded; widen its buffers.
 
         Args:
-            rows: a size of trees.
-            store: of the sequence, with the current chain or tree, whose outcome need not be known.
-                It holds the buffers that the pass writes to.
-            bell: the doorbell on which the device waits.
+            tokens: of the pass.
+            store: of the sequence.
+            depth: as for `serves`.
+        """
+        span, shape = store.span, self._shape(store, store.span, depth)
+        store.widen(shape.slots)
+        if not shape.forks:
+            return BatchArrays(tokens, mx.array(span.start))
+        tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
+        return BatchArrays(tokens, *span.pad(shape.rows, shape.slots))
 
-        Returns:
-            None if there is no trace of such a shape, or the buffers have to grow first.
+    def find_slots(self, rows: int, store: KVStore) -> int:
+        """Return the slots of a pass over a tree of up to `rows` rows after the current one.
+
+        Returns 0 if there is no trace of such a shape, or the buffers have to grow first.
         """
         slots = _count_slots(store)
         fits = store.length + rows <= slots == round_to_traced(slots)
-        if not fits or not self._has(Shape(rows, slots, forks=True)):
-            return None
-        batch, ticket = bell.await_tokens(rows, slots, store.length)
-        replayed = self._run(batch, store)
-        return ReservedPass(
-            state=store,
-            logits=replayed.logits[0],
-            features=replayed.features,
-            bell=bell,
-            ticket=ticket,
-            slots=slots,
-            written=replayed.written or None,
-        )
+        return slots if fits and self._has(Shape(rows, slots, forks=True)) else 0
 
-    def _run(self, batch: Batch, store: KVStore) -> Replayed:
-        """Replay a pass; the store gets its rows."""
+    def replay(
+        self, arrays: BatchArrays, store: KVStore, stride: mx.array | None = None
+    ) -> Replayed:
+        """Replay a pass; the store gets its rows. Arguments as for a `Trace`."""
         keys, values = store.caches[0].keys, store.caches[0].values
         if (
             self._trace.may_write
@@ -201,7 +185,10 @@ class TracedForward:
             and writes_in_place(keys, values)
         ):
             store.own()
-        return self._trace(batch, store.caches)
+        replayed = self._trace(arrays, store.caches, stride)
+        if self._trace.reader is not None and replayed.features is not None:
+            self._trace.reader.put(replayed.features)
+        return replayed
 
 
 def _count_slots(store: KVStore) -> int:

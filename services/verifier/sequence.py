@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
-from services.engine.pass_handle import PassHandle, SubmittedPass
+from services.engine.pass_handle import PassHandle
+from services.engine.scheduler import Submission
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 
@@ -39,7 +40,9 @@ class TargetSequence:
     features: "FeatureLog | None" = None
     """Features of the target for a drafter at these tokens."""
     passes: deque[PassHandle] = field(default_factory=deque)
-    """The pass that runs or was submitted, and those started behind it."""
+    """The pass that runs, and those started behind it."""
+    submitted: Submission | None = None
+    """Its part of that pass, unless it was started ahead; it may still wait to run."""
     request: Verify | None = None
     """The verification in progress, or one granted in advance."""
     granted_in: int = 0
@@ -124,9 +127,8 @@ class TargetSequence:
         """True if it will request a pass by itself, in a step or two."""
         if self.request is None:
             return False
-        head = self.passes[0] if self.passes else None
-        if isinstance(head, SubmittedPass):
-            return head.is_computed and self.request.granted > 0
+        if self.submitted is not None:
+            return not self.submitted.waits and self.request.granted > 0
         return True
 
     def begin_run(self, message: Verify) -> None:
@@ -144,6 +146,9 @@ class TargetSequence:
     def end_run(self) -> None:
         """End the run of granted tokens."""
         self.request = None
+        if self.submitted is not None:
+            self.submitted.cancel()
+            self.submitted = None
         for handle in self.passes:
             handle.cancel()
         self.passes.clear()
@@ -157,10 +162,11 @@ class TargetSequence:
             self.state.commit_rows(rows)
         self.tokens += tokens
         self.passes.popleft()
+        self.submitted = None
 
     def forget_features(self) -> None:
         """Drop the features of running passes, which another drafter requested."""
-        if self.passes and not isinstance(self.passes[0], SubmittedPass):
+        if self.submitted is None:
             self.passes.clear()
         for handle in self.passes:
             handle.features = None
@@ -187,7 +193,7 @@ class TargetSequence:
 
     def wait_until(self, longest_s: float) -> float:
         """Return the time until which waiting for its next verification pays; 0 if it does not."""
-        if self.passes or not self.answered_at or self.gap_s > longest_s:
+        if self.submitted or self.passes or not self.answered_at or self.gap_s > longest_s:
             return 0.0
         return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)
 

@@ -63,10 +63,9 @@ class VerifierStages:
         self._identity.takes_trees = verifier.takes_trees
 
     def _try_prelaunching(self) -> Steps[None]:
-        verifier = self._verifier
-        target, features = verifier.target, verifier.features
-        steps = open_prelauncher(target.verify, target.traced, target.states.make(), features.send)
-        verifier.scheduler.prelauncher = yield from features.ignore(steps)
+        scheduler, features = self._verifier.scheduler, self._verifier.features
+        steps = open_prelauncher(scheduler.runner, self._verifier.new_state())
+        scheduler.prelauncher = yield from features.ignore(steps)
 
     def _time_passes(self) -> Steps[None]:
         times = yield from measure_passes(self._verifier, drafter_idle=True)

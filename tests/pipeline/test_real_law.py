@@ -24,7 +24,8 @@ from protocol.messages import (
 )
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
-from services.engine.pass_handle import SubmittedPass
+from services.engine.pass_handle import PassHandle
+from services.engine.scheduler import Submission
 from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule, host_floats
 from services.verifier.verifier import Verifier
@@ -54,15 +55,17 @@ class Rewinding(Verifier):
         self._computed = queue.result
         queue.result = self._remembered
 
-    def _remembered(self, handle: SubmittedPass) -> mx.array:
-        key = tuple(handle.new)
+    def _remembered(self, submission: Submission) -> PassHandle:
+        part = submission.part
+        key = tuple(part.tokens)
         if key not in self.rows:
-            length = handle.state.length
-            self.rows[key] = self._computed(handle)
+            length = part.state.length
+            self.rows[key] = self._computed(submission).logits
             mx.eval(self.rows[key])
-            handle.state.commit(length)
-        handle.logits = self.rows[key]
-        return self.rows[key]
+            part.state.commit(length)
+        submission.passes.clear()
+        submission.passes.append(PassHandle(state=part.state, logits=self.rows[key]))
+        return submission.passes[0]
 
     def distribution(self, chain: Tokens, row: int) -> Distribution:
         """p after so many draft tokens of a chain."""

@@ -52,6 +52,7 @@ from services.drafter.backends.growth import (
 from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
+from services.engine.batch import Batch, BatchPart
 from services.engine.chunked_prefill import LEAST_CHUNK, ChunkSizer
 from services.engine.packing import enable_packing
 from services.engine.pass_memory import PassMemory
@@ -152,7 +153,8 @@ class MlxBackend:
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
             size = fit_chunk(self._model, size, store.length) if self._bucketed else size
             chunk = tokens[store.length : store.length + size]
-            self._filler.compute(chunk, store, partial(_begin_chain, store, len(chunk)))
+            part = BatchPart(store, len(chunk), partial(store.chain, len(chunk)), chunk)
+            self._filler.run(Batch([part]))
             store.evaluate()
             self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
             yield
@@ -308,15 +310,11 @@ class MlxBackend:
 
     def _forward(self, trunk: Trunk, tokens: Tokens, place: Callable[[], None]) -> mx.array:
         """Return logits [tokens, head] of a pass; `place` sets its span."""
-
-        def begin() -> Tokens:
-            place()
-            return []
-
-        return self._runner.compute(tokens, trunk.store, begin, self._inputs(trunk))
+        part = BatchPart(trunk.store, len(tokens), place, tokens, self._inputs(trunk))
+        return self._runner.run(Batch([part]))[0].logits
 
     def _inputs(self, trunk: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
-        """Return the model's inputs besides tokens: see `SubmittedPass`."""
+        """Return the model's inputs besides tokens: see `BatchPart`."""
         return None
 
     def _grow(
@@ -368,8 +366,3 @@ class MlxBackend:
         if self._on_gpu and processor is None:
             return rows
         return np.array(rows.astype(mx.float32), copy=False)
-
-
-def _begin_chain(store: KVStore | BranchingState, count: int) -> Tokens:
-    store.chain(count)
-    return []

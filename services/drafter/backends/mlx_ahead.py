@@ -7,6 +7,7 @@ abandoned pass has written only to scratch slots, or to a trunk that knows its t
 """
 
 from collections.abc import Generator
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,9 +21,9 @@ from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
 from services.drafter.backends.mlx_rows import TracedPasses
 from services.drafter.backends.mlx_tree import Bud, Trunk
-from services.engine.batch import Span
+from services.engine.batch import Batch, advance_branches, advance_trunk
+from services.engine.pass_handle import PassHandle
 from services.engine.runner import ModelRunner
-from services.engine.side_by_side import SideBySide, TracedRows
 from services.kernels.cuda.sampling.rules import write_rules
 from services.kv.cache import KVStore
 from services.mlx.launching import launch
@@ -40,6 +41,8 @@ class _Launched(NamedTuple):
     """As from `sampling.device.guess`."""
     logits: mx.array
     """[rows, head]."""
+    following: Batch | None
+    """As for `PassHandle`."""
 
 
 class DepthsAhead:
@@ -78,24 +81,22 @@ class DepthsAhead:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
         span = tree.span(buds)
+        traced = self.traced
         # One pass more than depths, if there is room.
-        rows = self._runner.advance(store, span, depth + 1)
-        if not isinstance(rows, TracedRows):
-            rows = self._runner.advance(store, span, depth)
+        more = traced is not None and traced.forward.serves(store, span, depth=depth + 1)
+        batch = advance_branches(store, span, depth + more)
+        handle = self._run(batch.over(mx.array([bud.token for bud in buds], mx.int32)))
         positions = span.own_positions + 1 + options.shift
-        rules = _find_rules(trunk.sampling, positions, depth, rows.count)
-
-        def launch_depth(at: int, tokens: mx.array) -> _Launched:
-            logits = self._feed(store, rows, tokens, count)
-            return self._choose(logits, 1 + options.siblings, rules[at], trunk.sampling, rows)
-
-        tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
-        current = launch_depth(0, mx.array(tokens, mx.int32))
+        rules = _find_rules(trunk.sampling, positions, depth, len(handle.logits))
+        choose = partial(self._choose, 1 + options.siblings, trunk.sampling)
+        current = choose(rules[0], handle)
         tree.add(buds, current.logits)
         for at in range(1, depth + 1):
-            following = (
-                launch_depth(at, current.tokens) if at < depth else _feed_last(current, rows)
-            )
+            batch = _follow(current)
+            if at < depth:
+                following: _Launched | None = choose(rules[at], self._run(batch))
+            else:
+                following = self._feed_last(current, batch)
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
             layer, tips = _read_layer(roots, tips, candidates, first, options)
             if following is not None:
@@ -112,17 +113,18 @@ class DepthsAhead:
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         trunk.tree = None
 
-        def launch_depth(at: int, tokens: mx.array) -> _Launched:
-            logits = self._feed(store, rows, tokens, tokens.size)[-1:]
-            return self._choose(logits, 1, rules[at], trunk.sampling, rows)
+        def launch_depth(at: int, batch: Batch) -> _Launched:
+            handle = self._run(batch)
+            handle.logits = handle.logits[-1:]
+            return self._choose(1, trunk.sampling, rules[at], handle)
 
-        rows = self._open_trunk(store, len(tokens), count)
-        current = launch_depth(0, mx.array(tokens, mx.int32))
+        batch = advance_trunk(store, len(tokens), count)
+        current = launch_depth(0, batch.over(mx.array(tokens, mx.int32)))
         trunk.tokens += tokens
         if len(tokens) > 1:
-            rows = self._open_trunk(store, 1, count - 1)
+            current = current._replace(following=advance_trunk(store, 1, count - 1))
         for at in range(1, count + 1):
-            following = launch_depth(at, current.tokens) if at < count else None
+            following = launch_depth(at, _follow(current)) if at < count else None
             candidates: Any = np.array(current.candidates)[:, 0, 0].tolist()
             check_shares(candidates[1])
             token = int(candidates[0])
@@ -131,41 +133,38 @@ class DepthsAhead:
                 current = following
             yield TreeLayer([], [token], [candidates[1]])
 
-    def _feed(self, store: KVStore, rows: SideBySide, tokens: mx.array, count: int) -> mx.array:
-        """Return logits of the next pass, of whose rows `count` are not padding."""
-        if self._runner.memory is not None:
-            self._runner.memory.check([(store, count)])
-        return rows.feed(tokens)[:, : self._size]
+    def _run(self, batch: Batch) -> PassHandle:
+        [handle] = self._runner.run(batch)
+        handle.logits = handle.logits[:, : self._size]
+        return handle
 
-    def _open_trunk(self, store: KVStore, count: int, depth: int) -> SideBySide:
-        """Open passes that advance the trunk, first by this many tokens."""
-        span = Span(store.length, np.arange(store.length + count))
-        return self._runner.advance(store, span, depth, is_trunk=True)
+    def _feed_last(self, current: _Launched, batch: Batch) -> _Launched | None:
+        """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
+        if not batch.depth:
+            return None
+        logits = self._run(batch).logits
+        launch(logits)
+        return current._replace(logits=logits)
 
     def _choose(
-        self,
-        logits: mx.array,
-        width: int,
-        rules: mx.array,
-        sampling: Sampling,
-        rows: SideBySide,
+        self, width: int, sampling: Sampling, rules: mx.array, handle: PassHandle
     ) -> _Launched:
-        if isinstance(rows, TracedRows) and self.traced and not has_filter(sampling):
+        logits, following = handle.logits, handle.following
+        is_traced = following is not None and following.place
+        if is_traced and self.traced and not has_filter(sampling):
             drawn = not is_greedy(sampling)
             tokens, candidates = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
             tokens, candidates = guess(logits, width, self._ids, rules, sampling)
         launch(tokens, candidates)
-        return _Launched(tokens, candidates, logits)
+        return _Launched(tokens, candidates, logits, following)
 
 
-def _feed_last(current: _Launched, rows: SideBySide) -> _Launched | None:
-    """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
-    if not isinstance(rows, TracedRows) or not rows.has_room:
-        return None
-    logits = rows.feed(current.tokens)
-    launch(logits)
-    return current._replace(logits=logits)
+def _follow(current: _Launched) -> Batch:
+    """Return the pass over the tokens chosen after this one."""
+    if current.following is None:
+        raise ValueError("no pass continues these rows")
+    return current.following.over(current.tokens)
 
 
 def _slots(trunk: Trunk) -> KVStore:

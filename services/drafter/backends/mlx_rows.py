@@ -1,18 +1,21 @@
 """A drafter's traced passes and choices: which pay, found at load.
 
-See `engine.side_by_side`.
+A depth of a small drafter costs the host, which builds the graph, more than the GPU, which computes
+it. From a trace (`engine.trace`) the slots and masks of the next pass are outputs next to the
+logits, so that nothing has to be sent to the device between two passes.
 """
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.messages import Sampling
-from services.engine.batch import Shape, Span
-from services.engine.side_by_side import PlainBranches, PlainChain, SideBySide, TracedRows
+from services.engine.batch import Batch, Shape, Span, advance_branches, advance_trunk
+from services.engine.runner import ModelRunner
 from services.engine.trace import prefill
 from services.engine.traced_forward import TRACED_SLOTS, TracedForward
 from services.kernels.cuda.sampling.guess import WIDTHS
@@ -45,6 +48,7 @@ class TracedPasses:
         self._model, self._size, self._ids = model, head_size, ids
         self.forward = TracedForward(model, columns=head_size, padded=TRACED_ROWS)
         """Its passes."""
+        self._traced = ModelRunner(model, self.forward)
         self._choices: dict[tuple[int, bool], Any] = {}
 
     def choose(
@@ -80,7 +84,7 @@ class TracedPasses:
                 self.forward.shapes.add(Shape(rows, slots, forks=True))
                 store = prefill(self._model, new_store, _TRIAL_PROMPT)
                 store.widen(slots)
-                logits = self.run(self._open_trial(store, rows), rows)[0]
+                logits = self.run(self._traced, store, rows)[0]
                 yield
                 if slots == TRACED_SLOTS[0]:  # they are the same for any size
                     yield from self._warm(logits)
@@ -95,51 +99,43 @@ class TracedPasses:
                 mx.eval(self.choose(logits, width, rules, drawn=sampling is _DRAWN))
             yield
 
-    def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
-        span, is_trunk = _trial_span(store, rows), rows == 1
-        opened = self.forward.open(store, span, _TRIAL_DEPTHS, is_trunk=is_trunk)
-        if opened is None:
-            raise ValueError(f"nothing is traced for {rows} rows of this model")
-        return opened
-
-    def run(self, side_by_side: SideBySide, rows: int) -> list[mx.array]:
+    def run(self, runner: ModelRunner, store: KVStore, rows: int) -> list[mx.array]:
         """Return the logits of a few depths, each started before the last one has been read."""
         logits: list[mx.array] = []
-        rules = mx.array(write_rules(range(side_by_side.count), _GREEDY))
+        batch = _begin_trial(store, rows)
         for at in range(_TRIAL_DEPTHS):
             # Not the chosen tokens, which could differ where two are equally likely.
-            tokens = mx.arange(5 + at, 5 + at + rows)
-            logits.append(side_by_side.feed(tokens)[:, : self._size])
+            [handle] = runner.run(batch.over(mx.arange(5 + at, 5 + at + rows)))
+            if handle.following is None or (runner.traced and not handle.following.place):
+                raise ValueError(f"nothing is traced for {rows} rows of this model")
+            logits.append(handle.logits[:, : self._size])
+            rules = mx.array(write_rules(range(rows), _GREEDY))
             launch(guess(logits[-1], 1, self._ids, rules, _GREEDY))
+            batch = handle.following
         mx.eval(logits)
         return logits
 
     def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> Steps[bool]:
-        def open_plain() -> SideBySide:
-            store = prefill(self._model, new_store, _TRIAL_PROMPT)
-            span = _trial_span(store, rows)
-            if rows == 1:
-                return PlainChain(self._model, store)
-            return PlainBranches(self._model, store, span)
+        def run(runner: ModelRunner) -> list[mx.array]:
+            return self.run(runner, prefill(self._model, new_store, _TRIAL_PROMPT), rows)
 
-        def open_traced() -> SideBySide:
-            return self._open_trial(prefill(self._model, new_store, _TRIAL_PROMPT), rows)
+        def run_again(runner: ModelRunner) -> Callable[[], list[mx.array]]:
+            stores = [
+                prefill(self._model, new_store, _TRIAL_PROMPT) for _ in range(1 + selftest.TURNS)
+            ]
+            return lambda: self.run(runner, stores.pop(), rows)
 
-        def run(open_rows: Callable[[], SideBySide]) -> Any:
-            return lambda: self.run(open_rows(), rows)
-
-        def run_again(open_rows: Callable[[], SideBySide]) -> Any:
-            opened = [open_rows() for _ in range(1 + selftest.TURNS)]
-            return lambda: self.run(opened.pop(), rows)
-
-        ways = open_plain, open_traced
-        timed = map(run_again, ways)
-        what = f"traced depths of {rows} rows"
-        return (yield from selftest.check(what, "trace", *map(run, ways), timed=timed)).faster
+        runners = ModelRunner(self._model), self._traced
+        usual, ours = (partial(run, runner) for runner in runners)
+        what, timed = f"traced depths of {rows} rows", map(run_again, runners)
+        return (yield from selftest.check(what, "trace", usual, ours, timed=timed)).faster
 
 
-def _trial_span(store: KVStore, rows: int) -> Span:
-    """Return the span of `rows` branches after the last token."""
+def _begin_trial(store: KVStore, rows: int) -> Batch:
+    """Return the first pass over `rows` branches after the last token; one row is the trunk."""
+    if rows == 1:
+        return advance_trunk(store, 1, _TRIAL_DEPTHS)
     positions = np.concatenate([np.arange(store.length), np.full(rows, store.length)])
     before = np.ones((rows, store.length), np.bool_)
-    return Span(store.length, positions, np.hstack([before, np.eye(rows, dtype=np.bool_)]))
+    visible = np.hstack([before, np.eye(rows, dtype=np.bool_)])
+    return advance_branches(store, Span(store.length, positions, visible), _TRIAL_DEPTHS)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from protocol.jobs.kernel_report import KernelProbe
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cuda.choice import in_trace
 from services.kernels.cuda.kv_rows import TracedLayer
 from services.mlx.selftest import check
@@ -95,7 +95,7 @@ class _Trial:
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array
         ) -> list[mx.array]:
-            batch, found = Batch(x[..., 0], start), list[mx.array]()
+            batch, found = BatchArrays(x[..., 0], start), list[mx.array]()
             held = [TracedLayer(keys, values, batch) for keys, values in buffers]
             for _ in range(_TURNS if chained else 1):
                 for (block, kernels), cache in zip(self._pairs, held, strict=True):

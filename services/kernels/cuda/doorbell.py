@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cuda import pinned
 from services.kernels.cuda.kernel import LANES, build
 from services.mlx.launching import launch
@@ -83,7 +83,7 @@ class Doorbell:
         self._places = [_pair(*pinned.address_of(box)) for box in boxes]
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
-    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[Batch, Ticket]:
+    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[BatchArrays, Ticket]:
         """Return the rows of a pass that waits for its tokens, known when the bell rings.
 
         Args:
@@ -113,7 +113,7 @@ class Doorbell:
             output_shapes=[(rows, slots)],
             output_dtypes=[mx.bool_],
         )
-        return Batch(tokens, start[0], positions, visible), Ticket(number, rows, rung)
+        return BatchArrays(tokens, start[0], positions, visible), Ticket(number, rows, rung)
 
     def launch(self, *arrays: mx.array) -> None:
         """Queue the computation of these arrays."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cuda.kernel import build
 from services.mlx.loader import compute_unit
 from services.mlx.selftest import is_right
@@ -88,7 +88,7 @@ class TracedLayer:
         self,
         keys: mx.array,
         values: mx.array,
-        batch: Batch,
+        batch: BatchArrays,
         *,
         owned: bool = False,
         attend: Attend | None = None,

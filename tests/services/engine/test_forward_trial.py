@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from services.engine import forward_trial
+from services.engine.batch import Batch, BatchPart
 from services.engine.forward_trial import trace_if_faster
 from services.engine.runner import ModelRunner
+from services.engine.scheduler import follow
 from services.engine.traced_forward import TREE_ROWS, TracedForward
-from services.kv.cache import KVStore
 from services.mlx import selftest
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
@@ -27,11 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     module = load(write_tiny_model(tmp_path_factory.mktemp("model"), "llama")).module
     allow_branches(module)
     return module
-
-
-def _append(store: KVStore) -> list[int]:
-    store.chain(1)
-    return []
 
 
 def _counting(replay: Any, calls: list[int]) -> Any:
@@ -158,9 +154,9 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     monkeypatch.setattr(trace, "_replay", _counting(trace._replay, replays), raising=True)
     for one in (replaying, plain):
         store = prefill(model, 6)
-        first = one.compute([3], store, partial(_append, store))
-        [after] = one.run_ahead(mx.array([4]), [store], [0])
-        found.append(np.array(mx.concatenate([first, after.logits])))
+        [first] = one.run(Batch([BatchPart(store, 1, partial(store.append, 1), [3])]))
+        [after] = one.run(follow(mx.array([4]), [store]))
+        found.append(np.array(mx.concatenate([first.logits, after.logits])))
     assert len(replays) == (2 if ahead else 1)
     np.testing.assert_allclose(*found, atol=1e-4)
 

@@ -1,7 +1,7 @@
 """Several sequences in one forward pass: each gets what it gets alone."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, cast
 
@@ -23,10 +23,10 @@ from protocol.messages import (
 )
 from services.drafter.backends.mlx import MlxBackend
 from services.engine import runner
+from services.engine.batch import BatchPart
 from services.engine.packing import supports_packing
-from services.engine.pass_handle import SubmittedPass
 from services.engine.runner import ModelRunner
-from services.engine.scheduler import PassQueue
+from services.engine.scheduler import PassQueue, Submission, follow
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all
@@ -188,12 +188,9 @@ class Model:
         logits: mx.array = self.module(tokens, cache=cache)
         return logits
 
-    def submit(self, queue: PassQueue, store: KVStore, tokens: Tokens) -> SubmittedPass:
-        def begin() -> Tokens:
-            store.chain(len(tokens))
-            return []
-
-        return queue.submit(tokens, store, begin)
+    def submit(self, queue: PassQueue, store: KVStore, tokens: Tokens) -> Submission:
+        count = len(tokens)
+        return queue.submit(BatchPart(store, count, partial(store.chain, count), tokens))
 
     def store(self) -> KVStore:
         return KVStore(self.windows, bucketed=False)
@@ -211,14 +208,14 @@ def test_a_shared_pass_has_the_same_bits() -> None:
         if not tail:
             stores = [[model.store() for _ in chains] for _ in range(2)]
         expected += [
-            np.array(alone.result(model.submit(alone, store, chain)))
+            np.array(alone.result(model.submit(alone, store, chain)).logits)
             for store, chain in zip(stores[0], chains, strict=True)
         ]
         asks = [
             model.submit(shared, store, chain)
             for store, chain in zip(stores[1], chains, strict=True)
         ]
-        found += [np.array(shared.result(asked)) for asked in asks]
+        found += [np.array(shared.result(asked).logits) for asked in asks]
     assert model.calls[:5] == [4, 1, 3, 6, 14]
     for one, other in zip(expected, found, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -235,10 +232,10 @@ def test_one_that_breaks_a_pass_breaks_no_other() -> None:
     ]
     model.broken = lambda tokens: 13 in tokens
     expected = np.array(model.module(mx.array([[1, 2]]))[0])
-    np.testing.assert_allclose(np.array(queue.result(asks[0])), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(queue.result(asks[0]).logits), expected, atol=1e-5)
     with pytest.raises(MemoryError, match="no room"):
         queue.result(asks[1])
-    assert queue.result(asks[2]).shape[0] == 1
+    assert queue.result(asks[2]).logits.shape[0] == 1
     assert [store.length for store in stores] == [2, 0, 1]
 
 
@@ -253,7 +250,7 @@ def test_a_pass_that_would_be_one_graph_is_launched_in_pieces(
     queue, store = PassQueue(ModelRunner(model), 16), model.store()
     queue.runner.one_graph = one_graph
     queue.result(model.submit(queue, store, [5, 9, 3]))
-    queue.runner.run_ahead(mx.array([1]), [store], [0])
+    queue.runner.run(follow(mx.array([1]), [store]))
     assert started == ([len(store.caches)] if one_graph else [])
 
 
@@ -322,9 +319,9 @@ def test_a_pass_that_does_not_fit_ends_one_sequence() -> None:
 
     memory, states = cast(Any, Memory()), cast(Any, (large, small))
     queue = PassQueue(ModelRunner(model, memory=memory), 16)
-    refused, served = (queue.submit([5, 6], state, list) for state in states)
+    refused, served = (queue.submit(BatchPart(state, 2, list, [5, 6])) for state in states)
     with pytest.raises(OutOfMemory):
         queue.result(refused)
-    logits = queue.result(served)
-    assert (logits.shape, served.timing.sequences) == ((2, 4), 1)
+    handle = queue.result(served)
+    assert (handle.logits.shape, handle.timing.sequences) == ((2, 4), 1)
     assert fed == [[5, 6]]

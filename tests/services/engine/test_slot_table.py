@@ -5,6 +5,7 @@ in `kernels/cuda/test_attention.py`, and with the model's own logits when a mode
 """
 
 import weakref
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ import pytest
 
 from protocol.process.free_memory import FreeMemory
 from services.engine import slot_table
+from services.engine.batch import BatchPart
 from services.engine.packing import enable_packing, find_table
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import PassQueue
@@ -70,17 +72,15 @@ class Line:
         self.request: Any = None
 
     def submit(self, queue: PassQueue, tokens: list[int]) -> None:
-        def begin() -> list[int]:
-            self.state.append(len(tokens))
-            return []
-
-        self.request = queue.submit(tokens, self.state, begin)
+        count = len(tokens)
+        begin = partial(self.state.append, count)
+        self.request = queue.submit(BatchPart(self.state, count, begin, tokens))
         self.alone.append(len(tokens))
         self.expected = self._module(mx.array([tokens]), cache=self.alone.caches)[0]
 
     def check(self, queue: PassQueue, keep: int) -> None:
         """The logits are right; the first `keep` tokens of the pass stand."""
-        logits = queue.result(self.request)
+        logits = queue.result(self.request).logits
         np.testing.assert_allclose(np.array(logits), np.array(self.expected), atol=3e-4)
         for store in (self.state, self.alone):
             store.commit(store.span.start + keep)
@@ -168,7 +168,7 @@ def test_rows_that_stand_are_moved_at_the_table(
     for line in lines:
         line.submit(queue, [5, 6, 7])
     for line in lines:
-        mx.eval(queue.result(line.request))
+        mx.eval(queue.result(line.request).logits)
         table._written = [mx.array(0)] if in_place else []
         for store in (line.state, line.alone):
             store.commit_rows([0, 2])

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.engine import traced_forward
-from services.engine.batch import Batch, round_to_traced
+from services.engine.batch import Batch, BatchArrays, BatchPart, round_to_traced
 from services.engine.packing import enable_packing
 from services.engine.runner import ModelRunner
 from services.engine.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
@@ -241,7 +241,7 @@ def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
 
 
 def test_a_row_of_a_trace_sees_its_window() -> None:
-    rows = Batch(mx.array([[7, 8]]), mx.array(5))
+    rows = BatchArrays(mx.array([[7, 8]]), mx.array(5))
     seen = np.array(rows.make_mask(9, 3))
     assert [np.flatnonzero(row).tolist() for row in seen] == [[3, 4, 5], [4, 5, 6]]
     assert np.array(rows.make_mask(9, None)).sum(axis=1).tolist() == [6, 7]
@@ -283,5 +283,6 @@ def test_the_runner_runs_single_sequences_by_it(model: Any) -> None:
     for one in (replaying, plain):
         store = prefill(model, 6)
         store.chain(3)
-        logits.append(np.array(one.compute([3, 4, 5], store, list)))
+        [handle] = one.run(Batch([BatchPart(store, 3, list, [3, 4, 5])]))
+        logits.append(np.array(handle.logits))
     np.testing.assert_allclose(*logits, atol=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree, read_tree
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cpu.library import view
 from services.kernels.cuda.doorbell import Doorbell, Ticket, write_bits
 
@@ -24,14 +24,13 @@ class FakeDoorbell(Doorbell):
         super().__init__(np.zeros((4, 128), np.int32))
         self._is_late = is_late
         self.rung = self.called_off = 0
-        self.waiting: tuple[Ticket, Batch] | None = None
-        self.launched = list[mx.array]()
+        self.waiting: tuple[Ticket, BatchArrays] | None = None
 
-    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[Batch, Ticket]:
+    def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[BatchArrays, Ticket]:
         """See `Doorbell`."""
         assert self.waiting is None, "one pass waits at a time"
         ticket = Ticket(self.rung + self.called_off + 1, rows, mx.zeros(1, mx.int32))
-        batch = Batch(
+        batch = BatchArrays(
             mx.zeros((1, rows), mx.int32),
             mx.array(spare),
             mx.full(rows, spare, mx.int32),
@@ -44,7 +43,6 @@ class FakeDoorbell(Doorbell):
 
     def launch(self, *arrays: mx.array) -> None:
         """Nothing is computed before the bell is rung."""
-        self.launched += arrays
 
     def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
         """See `Doorbell`."""
@@ -71,13 +69,13 @@ class FakeDoorbell(Doorbell):
         self._end(ticket)
         self.called_off += 1
 
-    def _end(self, ticket: Ticket) -> Batch:
+    def _end(self, ticket: Ticket) -> BatchArrays:
         assert self.waiting is not None, "rung or called off once"
         assert self.waiting[0] is ticket
         batch, self.waiting = self.waiting[1], None
         return batch
 
-    def _show(self, batch: Batch, start: int, bits: npt.NDArray[np.uint32]) -> None:
+    def _show(self, batch: BatchArrays, start: int, bits: npt.NDArray[np.uint32]) -> None:
         assert batch.visible is not None
         rows, slots = batch.visible.shape
         own = np.arange(slots)[None] - start

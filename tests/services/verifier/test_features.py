@@ -22,12 +22,13 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.engine import runner
 from services.engine.packing import enable_packing, find_table
 from services.engine.prelaunch import Prelauncher
 from services.engine.target_model import TargetModel
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
-from services.kernels.cuda.host_rows import SentRows
+from services.kernels.cuda.host_rows import SentRows, pending
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
@@ -106,7 +107,7 @@ def prelaunching_verifier() -> Verifier:
     traced = verifier.target.traced
     assert traced is not None
     traced.tree_rows = (8,)
-    verifier.scheduler.prelauncher = Prelauncher(traced, FakeDoorbell(), LateRows)
+    verifier.scheduler.prelauncher = Prelauncher(verifier.scheduler.runner, FakeDoorbell())
     verifier.scheduler.prelauncher._moved = 0.0
     host: Any = SimpleNamespace(send=LateRows)
     verifier.features._host = host
@@ -171,15 +172,19 @@ def test_a_prompt_and_what_is_committed(new: New) -> None:
         position = len(committed)
 
 
-def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
+def test_passes_are_launched_beforehand_though_the_target_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where what is read comes by itself; an array would have to be waited for."""
+    awaited = list[Any]()
+    monkeypatch.setattr(runner, "pending", lambda rows: awaited.append(rows) or pending(rows))
     waiting = replaying_verifier()
     waiting.features._host = None
     for verifier, rung in ((prelaunching_verifier(), 2), (waiting, 0)):
         bell = FakeDoorbell()
-        prelauncher = verifier.scheduler.prelauncher or Prelauncher()
+        prelauncher = verifier.scheduler.prelauncher or Prelauncher(verifier.scheduler.runner)
         verifier.scheduler.prelauncher = prelauncher
-        prelauncher._bell, prelauncher._traced = bell, verifier.target.traced
+        prelauncher._bell = bell
         open_sequence(verifier, PROMPT)
         position = len(PROMPT)
         for number in range(3):
@@ -192,7 +197,7 @@ def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
         waiting = prelauncher._waiting
         if waiting is not None:
             assert isinstance(waiting.features, LateRows)
-            assert any(array is waiting.features.sent for array in bell.launched)
+            assert any(rows.sent is waiting.features.sent for rows in awaited)
 
 
 @either

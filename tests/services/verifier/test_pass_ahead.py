@@ -5,7 +5,6 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import mlx.core as mx
 import pytest
 
 from protocol.messages import (
@@ -19,6 +18,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.engine.batch import Batch
 from services.engine.slot_table import SlotTable
 from services.kernels.register import KERNELS
 from services.runtime.work_queue import WorkQueue
@@ -40,13 +40,13 @@ class Crowd:
         runner.table = SlotTable(attend_gathered) if table else None
         self.ahead: list[int] = []
         """Of each pass that began ahead: how many sequences it has."""
-        run_ahead = runner.run_ahead
+        run = runner.run
 
-        def count(choice: mx.array, *arguments: Any) -> Any:
-            self.ahead += [choice.size] if choice.size > 1 else []
-            return run_ahead(choice, *arguments)
+        def count(batch: Batch) -> Any:
+            self.ahead += [len(batch.parts)] if batch.ahead and len(batch.parts) > 1 else []
+            return run(batch)
 
-        runner.run_ahead = count  # type: ignore[method-assign]
+        runner.run = count  # type: ignore[method-assign]
         self.queue = WorkQueue(self.verifier)
         self.family = family
         self.tokens: dict[int, list[int]] = {}

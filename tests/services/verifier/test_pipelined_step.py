@@ -19,6 +19,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.engine.scheduler import follow
 from services.engine.target_model import TargetModel
 from services.kernels.register import KERNELS
 from services.mlx.loader import LoadedModel, load
@@ -257,7 +258,7 @@ def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking.verify()
     sequence = asking.verifier._sequences[1]
     length = sequence.length
-    [ahead] = asking.verifier.scheduler.runner.run_ahead(mx.array([-1]), [sequence.state], [0])
+    [ahead] = asking.verifier.scheduler.runner.run(follow(mx.array([-1]), [sequence.state]))
     assert not ahead.fill(read_tree([asking.tokens[-1]], []))
     assert not ahead.fill(read_tree([0, 1], []))
     assert length == sequence.length

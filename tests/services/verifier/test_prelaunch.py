@@ -13,6 +13,7 @@ from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
 from services.engine.pass_handle import PassHandle
 from services.engine.prelaunch import Prelauncher, choose_rows
+from services.engine.runner import ModelRunner
 from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx.loader import load
@@ -52,7 +53,9 @@ class Rung(Stream):
     def __init__(self, prompt: tuple[int, ...], is_late: Callable[[], bool]) -> None:
         verifier, traced = _traced()
         self.bell = FakeDoorbell(is_late)
-        verifier.scheduler.prelauncher = Prelauncher(traced, self.bell)
+        verifier.scheduler.prelauncher = Prelauncher(
+            ModelRunner(verifier.target.verify, traced), self.bell
+        )
         verifier.scheduler.prelauncher._moved = 0.0
         super().__init__("llama", prompt, GREEDY, verifier=verifier)
 
@@ -96,7 +99,7 @@ def test_a_pass_has_rows_for_what_is_likely_to_come(
 
 def test_the_trees_of_the_warm_up_say_nothing_of_those_to_come() -> None:
     """They had all sizes; and passes are as dear as they were timed."""
-    prelauncher = Prelauncher()
+    prelauncher = Prelauncher(ModelRunner(None))
     prelauncher._lengths.extend([32] * 24)
     prelauncher.expect_passes(STEPPED)
     assert not prelauncher._lengths
@@ -138,12 +141,12 @@ def test_a_pass_that_is_taken_is_the_one_whose_rows_are_written(
 ) -> None:
     """While it waits, the pass in work is another one."""
     numbers = iter(range(100))
-    run = TracedForward._run
+    run = TracedForward.replay
 
     def run_in_place(self: TracedForward, *args: Any) -> Any:
         return run(self, *args)._replace(written=[mx.array(next(numbers))])
 
-    monkeypatch.setattr(TracedForward, "_run", run_in_place)
+    monkeypatch.setattr(TracedForward, "replay", run_in_place)
     monkeypatch.setattr("services.kv.cache.launch", lambda *_: None)
     stream = Rung(PROMPTS[0], lambda: False)
     state = stream.verifier._sequences[stream.number].state
@@ -165,7 +168,7 @@ MOVED: Shape = [(0, 1), (0, 0)]
 def test_behind_trees_whose_rows_are_often_moved_none_waits() -> None:
     """Until it is known that this seldom happens; behind chains one always does."""
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.verifier.scheduler.prelauncher._moved = Prelauncher()._moved
+    stream.verifier.scheduler.prelauncher._moved = Prelauncher(ModelRunner(None))._moved
     stream.verify_all([FORKED])
     assert not stream.bell.waiting
     stream.verify_all([CHAIN])
@@ -265,7 +268,7 @@ def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
     waiting = verifier.scheduler.prelauncher
     assert waiting.claim(state, tree) is not None
     for choice, waits in ((7, True), (-1, False)):
-        current = PassHandle(state=state, choice=mx.array([choice]))
+        current = PassHandle(state=state, logits=mx.zeros((1, 1)), choice=mx.array([choice]))
         waiting.launch(current, tree, stream.number)
         assert waiting.settle(current) == [choice]
         assert bool(stream.bell.waiting) == waits

@@ -21,7 +21,7 @@ from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses
 from services.engine import traced_forward
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.engine.trace import Trace
 from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx import selftest
@@ -77,7 +77,7 @@ def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     seen: list[int] = []
     replay: Any = Trace.__call__
 
-    def spy(self: Trace, batch: Batch, *arguments: Any) -> Any:
+    def spy(self: Trace, batch: BatchArrays, *arguments: Any) -> Any:
         seen.append(batch.count)
         return replay(self, batch, *arguments)
 

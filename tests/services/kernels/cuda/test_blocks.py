@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from protocol.jobs.kernel_report import KernelProbe
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.kernels.cuda import blocks, choice, product
 from services.kernels.cuda.blocks import (
     BlockKernels,
@@ -132,7 +132,7 @@ def run(module: Any, tokens: list[int], start: int, positions: list[int] | None 
     first = mx.array(start)
     seen = mx.arange(SLOTS)[None] <= start + mx.arange(len(tokens))[:, None]
     own = () if positions is None else (mx.array(positions), seen)
-    batch = Batch(mx.array([tokens]), first, *own)
+    batch = BatchArrays(mx.array([tokens]), first, *own)
     caches = [
         TracedLayer(
             mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from protocol.decoding.token_tree import read_tree
-from services.engine.batch import Batch
+from services.engine.batch import BatchArrays
 from services.engine.packing import enable_packing
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda import blocks, kv_rows
@@ -96,7 +96,7 @@ def test_attention_begins_when_the_rows_are_written() -> None:
 
 def test_all_layers_are_written_in_place_or_none() -> None:
     layer = mx.zeros((1, HEADS, SLOTS, SIZE))
-    batch, one = Batch(mx.array([[5]]), mx.array([3])), mx.ones(1)
+    batch, one = BatchArrays(mx.array([[5]]), mx.array([3])), mx.ones(1)
     layers = [TracedLayer(layer, layer, batch) for _ in range(2)]
     assert find_written(layers) == []
     layers[1].written = one
@@ -143,7 +143,7 @@ def run_rows(module: Any, *, owned: bool = False) -> tuple[mx.array, list[Traced
     shape = (1, attention.n_kv_heads, 64, attention.o_proj.weight.shape[1] // attention.n_heads)
     seen = mx.arange(64)[None] <= mx.array([[9], [10], [10]])
     seen &= (mx.arange(64)[None] != 10) | (mx.arange(3)[:, None] == 1)
-    batch = Batch(mx.array([[5, 6, 7]]), mx.array(9), mx.array([9, 10, 10]), seen)
+    batch = BatchArrays(mx.array([[5, 6, 7]]), mx.array(9), mx.array([9, 10, 10]), seen)
     keys = iter(mx.random.split(mx.random.key(7), 2 * len(module.model.layers)))
     pairs = [[mx.random.normal(shape, key=next(keys)) for _ in "kv"] for _ in module.model.layers]
     layers = [TracedLayer(*pair, batch, owned=owned) for pair in pairs]
