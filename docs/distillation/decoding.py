@@ -31,7 +31,7 @@ class Template(NamedTuple):
     opening: list[int]
     turn: list[int]
     stops: list[int]
-    user_tokens: int = 160
+    user_tokens: int = 256
 
 
 class Row(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from decoding import Model, Row, Rows, Template, Written, write
+from openers import opener
 from prompts import Prompt, Sources, make_prompts
 from reading import passage_prompt
 from tasks import Conversation, code_of, file_prompt
@@ -33,6 +34,8 @@ _GROUP = 64
 """Rows that begin together: their prompts are of similar length and fed in one pass."""
 _SHARD = 8192
 """Rows of a file."""
+_OPENED = 0.8
+"""Share of the invented requests whose first words are given."""
 _TOP = 16
 """Likeliest tokens that are kept of each distribution."""
 
@@ -123,14 +126,19 @@ class Writer:
             if len(given) < wanted.length - 96
         ]
         share = wanted.invented / (1 - wanted.invented)
-        opening = list(self.template.opening)
-        invented = [
-            Row(opening, r.choice(_TEMPERATURES), "invented", wanted.answer, invents=True)
-            for _ in range(round(share * len(rows)))
-        ]
+        invented = list(self._invented(r, round(share * len(rows))))
         found = [*_group(rows, r), *_group(invented, r)]
         r.shuffle(found)
         return found
+
+    def _invented(self, r: random.Random, count: int) -> Iterator[Row]:
+        """Rows whose request the target writes, of four out of five after its first words."""
+        words = [opener(r) if r.random() < _OPENED else ("", "any") for _ in range(count)]
+        given = self._tokenizer.encode_batch([text for text, _ in words], add_special_tokens=False)
+        for one, (_, kind) in zip(given, words, strict=True):
+            tokens = [*self.template.opening, *one.ids]
+            heat = r.choice(_TEMPERATURES)
+            yield Row(tokens, heat, f"invented {kind}", self._wanted.answer, invents=True)
 
     def write(self, groups: Iterator[list[Row]], out: Path, until: float) -> None:
         """Shards of finished rows, until the time is over."""
