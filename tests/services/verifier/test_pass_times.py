@@ -1,20 +1,30 @@
 """What is measured of a target before it is used, and that nothing of that stays."""
 
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from launch.settings.settings import StackSettings
 from protocol.errors import OutOfMemory
-from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
+from protocol.messages import (
+    CloseSequence,
+    FromService,
+    OpenSequence,
+    Prefilled,
+    Sampling,
+    VerificationOutcome,
+    Verify,
+)
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
 from services.runtime.sequence_table import TRIAL_SEQUENCE
 from services.verifier import pass_times
 from services.verifier.pass_times import measure_passes
-from services.verifier.verifier import Verifier
+from services.verifier.verifier import Verifier, Work
 from tests.services.verifier.test_not_a_number import poison
 from tests.support.reference import tiny_folder
 from tests.support.stack import running
@@ -52,6 +62,27 @@ def test_passes_are_timed_between_those_of_requests() -> None:
     times = run_all(steps)
     assert times.chains
     assert verifier.has_open(1)
+
+
+def test_a_token_is_timed_as_plain_decoding_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind others of its run, as its pass may begin before theirs has ended."""
+    verifier = Verifier(load(tiny_folder("llama")), 4)
+    handle, rounds = verifier.handle, list[int]()
+
+    def slow_at_first(message: Work) -> Iterator[FromService | None]:
+        for answer in handle(message):
+            if isinstance(answer, VerificationOutcome):
+                is_asked = isinstance(message, Verify) and answer.round == message.round
+                rounds.append(answer.round)
+                yield replace(answer, verify_ms=9.0 if is_asked else 4.0)
+            else:
+                yield answer
+
+    monkeypatch.setattr(verifier, "handle", slow_at_first)
+    times = run_all(measure_passes(verifier, drafter_idle=True))
+    assert times.chains[1] == 4.0
+    assert set(times.chains.values()) == {4.0, 9.0}
+    assert rounds == list(range(1, len(rounds) + 1))
 
 
 def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
