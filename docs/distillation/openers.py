@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001  # letters of other alphabets
+# Letters of other alphabets than ours.
 """First words of requests, which the target goes on with as if it were the user.
 
 What it invents after them is far more varied than anything put together from our words, and the

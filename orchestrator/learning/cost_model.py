@@ -254,11 +254,11 @@ class CostModel:
         )
 
     def _least_loss_ms(self, mode: Mode) -> float:
-        """Return the extra time of a round with one wrong draft token."""
+        """Return the extra time of a round with one wrong draft token, or with none."""
         in_turn = mode == "sd" or self.drafts_in_turn
         latency = self.plain_latency if in_turn else self.verify_latency
         round_ms = latency.of(self.streams + 1) + (self.draft_token_ms if in_turn else 0.0)
-        return max(0.0, round_ms - self.plain_latency.of(self.streams))
+        return max(self.run_start_ms.value, round_ms - self.plain_latency.of(self.streams))
 
     def _compare_ways(self) -> None:
         """Choose between drafting during verifications and in turn with them."""

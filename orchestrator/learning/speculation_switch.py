@@ -14,6 +14,8 @@ _START, _MOST = 1.0, 6.0
 """Credit of a new text, and the most that gains add up to: acceptance varies by about one token
 per round, so a gain survives unlucky stretches of text.
 """
+_TRIED = 3.0
+"""Rounds with one wrong draft token that a new text can at least pay for."""
 _EARNED = 0.005
 """Credit that a token of plain decoding earns."""
 _ROUNDS, _APART = 3, 512
@@ -32,6 +34,10 @@ class SpeculationSwitch:
     """Time of the last measurement of plain decoding, in seconds of a monotonic clock."""
     _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
     _plain: DiscountedRatio = field(default_factory=DiscountedRatio)
+    _start: float = _START
+    """Credit of a new text of a pair that has not lost."""
+    _is_trusted: bool = False
+    """True if this text started with all of it, and was decoded plainly so far."""
     _lead: float = 0.0
     """Tokens that speculation gained on all texts, within limits."""
     _left: int = _ROUNDS
@@ -54,7 +60,8 @@ class SpeculationSwitch:
 
     def on_new_text(self, *, may_gain: bool) -> None:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
-        start = _START if self._lead >= 0.0 else _START / 2
+        self._is_trusted = may_gain and self._lead >= 0.0
+        start = self._start if self._is_trusted else _START / 2
         self.credit = start if may_gain else min(self.credit, 0.0)
         self._decide(0.0)
 
@@ -76,7 +83,10 @@ class SpeculationSwitch:
             speculating: True if it was speculative.
             now: end of the round, in seconds of a monotonic clock.
         """
+        least_loss = least_loss_ms * self._plain.value
+        self._start = max(_START, _TRIED * least_loss)
         if speculating:
+            self._is_trusted = False
             self._speculative.observe(tokens, milliseconds, fade=FADE)
             if self._plain.whole:
                 gain = tokens - milliseconds * self._plain.value
@@ -87,12 +97,13 @@ class SpeculationSwitch:
                 self._plain = self._plain.scale(1.0 - FADE)  # the machine may have changed
                 self._left = _ROUNDS
         else:
-            self.credit = max(self.credit, min(self.credit + _EARNED * tokens, _START))
+            earned = self._start if self._is_trusted else self.credit + _EARNED * tokens
+            self.credit = max(self.credit, min(earned, self._start))
             self._plain.observe(tokens, milliseconds, fade=FADE)
             self._left, self.measured_at = max(0, self._left - 1), now
-        self._decide(least_loss_ms * self._plain.value)
+        self._decide(least_loss)
 
     def _decide(self, least_loss: float) -> None:
         """Speculate while there is credit; after a pause, once half of a start was earned."""
-        enough = least_loss if self.speculating else _START / 2
+        enough = least_loss if self.speculating else self._start / 2
         self.speculating = self._left <= 0 and self.credit >= enough

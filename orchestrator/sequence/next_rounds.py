@@ -103,7 +103,7 @@ class NextRounds:
         speculates = self.speculates(length)
         # The drafter of a request is ready after its first round; after a lookup that was worth
         # verifying, or has a fixed length, there may be another one.
-        awaits = planner.mode != "ar" and number == 1
+        awaits = planner.should_speculate and number == 1
         by_hand = planner.num_draft_tokens > 0 and not self._limits.has_drafter
         by_hand = by_hand and planner.should_speculate
         goes_on = not (speculates or awaits or by_hand or len(chosen))
