@@ -3,7 +3,8 @@
 Plain decoding is measured first. A text starts with a token of credit, and with half while the
 pair has lost more than it gained. Speculative rounds add their gain over plain decoding, or take
 their loss, and the planner risks no more than is left. Without credit the target decodes plainly,
-which earns the next trial: an answer loses little more than the credit that it started with.
+which earns the next trial; a single round may lose more than there was, and is forgiven the rest.
+An answer loses little more than the credit that it started with.
 """
 
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class SpeculationSwitch:
             self._speculative.observe(tokens, milliseconds, fade=FADE)
             if self._plain.whole:
                 gain = tokens - milliseconds * self._plain.value
-                self.credit = min(self.credit + gain, _MOST)
+                self.credit = max(0.0, min(self.credit + gain, _MOST))
                 self._lead = max(-_MOST, min(self._lead + gain, _MOST))
             self._left -= 1
             if self._left <= -_APART:

@@ -62,11 +62,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None = None) -> Run:
     """Decode one answer in virtual time; `estimates` are those learned before, if any."""
-    return _Answer(scenario, strategy, estimates or CostModel()).decode()
+    return _Answer(scenario, strategy, estimates or load(scenario.device)).decode()
+
+
+def load(device: Device) -> CostModel:
+    """Return the estimates that follow from what services on such a device report at load."""
+    estimates = CostModel()
+    estimates.expect_passes(_time_passes(device))
+    estimates.expect_passes(PassTimes(chains={1: curve(device.t_draft).of(1)}), "drafter")
+    estimates.branches, estimates.drafts_in_turn = device.branches, device.shares_cores
+    return estimates
 
 
 def _time_passes(device: Device) -> PassTimes:
-    """Return the measurements that such a verifier makes at load."""
     cost = curve(device.t_verify)
     times = {rows: cost.of(rows) + device.exchange_ms(rows) for rows in _MEASURED_ROWS}
     slower = 1.0 + device.contention
@@ -95,9 +103,6 @@ class _Answer:
             events, device, oracle, noise, drafter=self._drafter, send=self._send_outcome
         )
         self._recorder = Recorder(0.0)
-        estimates.expect_passes(_time_passes(device))
-        estimates.expect_passes(PassTimes(chains={1: curve(device.t_draft).of(1)}), "drafter")
-        estimates.branches = device.branches
         estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,

@@ -29,7 +29,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shared equally it is 1: each gets half.
     """
     shares_cores: bool = False
-    """True if both compute on the cores of one CPU: then the contention is measured at load."""
+    """True if both compute on the cores of one CPU: then the contention is measured at load, and
+    drafting begins in turn.
+    """
     exchanges: Annotated[int, msgspec.Meta(ge=0)] = 0
     """For a target spread over ranks: exchanges of arrays per pass; two per layer if it is
     tensor-parallel, one per rank if it is pipelined.

@@ -99,6 +99,15 @@ def test_trials_are_rare_where_they_fail() -> None:
     assert lost < 0.006 * 2000
 
 
+def test_a_round_that_loses_more_than_the_credit_is_forgiven() -> None:
+    """One unlucky pass of many rows: the next trial is a hundred tokens away, not four hundred."""
+    pace = begin()
+    run(pace, 3, 50.0)
+    add(pace, 150.0)
+    assert run(pace, 99, 65.0) == 1.0
+    assert run(pace, 3, 65.0) < 1.0
+
+
 def test_text_that_becomes_easy_is_noticed() -> None:
     """A trial after a pause can bring speculation back, whatever was before."""
     pace = begin()
