@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
+from services.engine.batch import round_to_bucket
 from services.kv.cache import KVStore
-from services.kv.pool import round_to_bucket
 from services.kv.state import SequenceState
 
 _log = logging.getLogger(__name__)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Positions = npt.NDArray[np.int64]
 Visible = npt.NDArray[np.bool_]
 
+BUCKET = 256
+"""Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
 MOST_SLOTS = 131072
 """Largest buffer of a trace."""
 _STEPS = (
@@ -246,6 +248,11 @@ class Shape(NamedTuple):
     slots: int
     forks: bool = False
     """True if the rows form a tree, or branches."""
+
+
+def round_to_bucket(length: int) -> int:
+    """Return the slots of a buffer that holds `length` tokens."""
+    return -(-length // BUCKET) * BUCKET
 
 
 def round_to_traced(slots: int) -> int:

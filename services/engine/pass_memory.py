@@ -13,12 +13,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from protocol.errors import OutOfMemory
-from services.engine.batch import round_to_traced
+from services.engine.batch import round_to_bucket, round_to_traced
 from services.kernels.cpu.decoder import kernel_of
 from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.kernels.register import kernels
 from services.kv.budget import KVSize
-from services.kv.pool import round_to_bucket
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 
 _RESERVE = 128 << 20

@@ -20,13 +20,13 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ModelError
-from services.engine.batch import BatchArrays
+from services.engine.batch import BatchArrays, round_to_bucket
 from services.engine.trace import FeatureReader, Trace
 from services.kernels.cuda import kv_rows
 from services.kernels.cuda.attention import ROWS_STEP, round_rows
 from services.kernels.cuda.kv_rows import Attend, TracedLayer
 from services.kv.cache import KVStore
-from services.kv.pool import Pair, round_to_bucket
+from services.kv.pool import Pair
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
 from services.mlx.selftest import check

@@ -6,6 +6,7 @@ layers (`services.mlx.patches`).
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -77,6 +78,7 @@ KERNELS = {
 }
 
 
+@cache
 def kernels() -> Kernels:
-    """Return the kernels of the device that MLX computes on in this process."""
+    """Return the kernels of the device that this process has chosen for MLX, once for all."""
     return KERNELS[compute_unit()]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from services.kv.pool import BUCKET
+from services.engine.batch import BUCKET
 from services.kv.state import PassSize, SequenceState
 from services.mlx.free_memory import free_for_mlx
 

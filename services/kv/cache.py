@@ -15,16 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.token_tree import TokenTree
-from services.engine.batch import Span, tree_span
+from services.engine.batch import BUCKET, Span, round_to_bucket, tree_span
 from services.kernels.cuda import kv_rows
 from services.kv.pool import (
-    BUCKET,
     Pair,
     ResidentSlots,
     SlotMemory,
     copy_slots,
     grow,
-    round_to_bucket,
     store_rows,
 )
 from services.kv.state import PassSize

@@ -12,10 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from services.engine.batch import round_to_bucket
 from services.kernels.cpu.library import cpu_kernels, view
-
-BUCKET = 256
-"""Slots by which a buffer grows, and the bucket of key lengths on CUDA."""
 
 Pair = tuple[mx.array, mx.array]
 """Keys and values of a layer."""
@@ -91,11 +89,6 @@ def copy_slots(
         slots = min(shape[2], given.shape[2])
         view(wider)[..., :slots, :] = view(given)[..., :slots, :]
     return wider
-
-
-def round_to_bucket(length: int) -> int:
-    """Return the slots of a buffer that holds `length` tokens."""
-    return -(-length // BUCKET) * BUCKET
 
 
 def grow(buffer: mx.array | None, end: int) -> mx.array:

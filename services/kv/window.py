@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.batch import Span
-from services.kv.pool import round_to_bucket
+from services.engine.batch import Span, round_to_bucket
 
 _SLACK = 64
 """Rows after the window before the buffer is compacted."""

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -36,18 +37,16 @@ def choose_on_cpu(
             ignores them.
     """
     library: Any = cpu_kernels()
-    if library is None or logits.dtype != mx.float32 or goes_beyond(sampling, _APPLIED):
+    rule = _find_rule(sampling, logits.shape[1])
+    if library is None or logits.dtype != mx.float32 or rule is None:
         return None
     mx.eval(logits)
     memory, (rows, count) = view(logits), logits.shape
     if memory.strides[1] != memory.itemsize:
         return None
-    greedy = is_greedy(sampling)
     keys = np.zeros((rows, 2), np.uint32)
-    if not greedy:
+    if rule.temperature:
         keys[:] = np.array(position_keys(sampling.seed, positions), np.uint32).T
-    temperature = 0.0 if greedy else sampling.temperature
-    rule = _Rule(min(sampling.top_k, count), sampling.top_p, sampling.min_p, temperature)
     tokens = np.empty(rows, np.int32)
     library.choose_rows(
         rows, count, ctypes.c_void_p(memory.ctypes.data),
@@ -55,3 +54,12 @@ def choose_on_cpu(
         ctypes.c_void_p(keys.ctypes.data), ctypes.c_void_p(tokens.ctypes.data),
     )  # fmt: skip
     return mx.array(tokens)
+
+
+@lru_cache(maxsize=64)
+def _find_rule(sampling: Sampling, count: int) -> _Rule | None:
+    """Return the rule for rows of `count` logits; None if a field is not applied."""
+    if goes_beyond(sampling, _APPLIED):
+        return None
+    temperature = 0.0 if is_greedy(sampling) else sampling.temperature
+    return _Rule(min(sampling.top_k, count), sampling.top_p, sampling.min_p, temperature)

@@ -14,12 +14,12 @@ from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOut
 from protocol.process.free_memory import FreeMemory
 from services.drafter.backends.mlx import MlxBackend
 from services.engine import pass_memory, target_model
+from services.engine.batch import round_to_bucket
 from services.engine.pass_memory import PassMemory
 from services.engine.target_model import prepare
 from services.kernels.register import KERNELS
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
-from services.kv.pool import round_to_bucket
 from services.kv.prefix_cache import PrefixCache
 from services.kv.replay import size_pass
 from services.mlx.fused_linear import fuse_linears

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from services.kernels.metal.kernel import build
+from services.kernels.register import kernels
 from services.mlx import selftest
 from tests.services.kernels.metal.host import HostMetal
 
@@ -33,10 +34,12 @@ def host(compiled: HostMetal, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostM
 
 
 @pytest.fixture
-def mac(host: HostMetal, monkeypatch: pytest.MonkeyPatch) -> HostMetal:
+def mac(host: HostMetal, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMetal]:
     """This process takes itself for one on a Mac; nothing is timed, and kernels are as fast."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Pro"})
     monkeypatch.setattr(selftest, "_time", lambda run: 1.0)
-    return host
+    kernels.cache_clear()
+    yield host
+    kernels.cache_clear()
