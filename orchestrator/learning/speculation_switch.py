@@ -105,6 +105,6 @@ class SpeculationSwitch:
         self._decide(least_loss)
 
     def _decide(self, least_loss: float) -> None:
-        """Speculate while there is credit; after a pause, once half of a start was earned."""
-        enough = least_loss if self.speculating else self._start / 2
+        """Speculate while there is credit; after a pause, once there is enough for a trial."""
+        enough = least_loss if self.speculating else max(_START / 2, least_loss)
         self.speculating = self._left <= 0 and self.credit >= enough
