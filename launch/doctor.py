@@ -241,10 +241,9 @@ def _examine_schedule(pair: Pair, survey: HardwareReport) -> list[Finding]:
     if not (target and drafter):
         return []
     shares = survey.device == "cpu" or survey.devices < 2
-    cost = drafter / target
-    pays = plan_by_weights(cost, _ACCEPTANCE, shares=shares).draft_tokens > 0
-    text = describe_schedule(cost, _ACCEPTANCE, shares=shares)
-    return [Finding("ok" if pays else "note", "schedule", text)]
+    schedule = plan_by_weights(drafter / target, _ACCEPTANCE, shares=shares)
+    level: Level = "note" if schedule.way == "plain" else "ok"
+    return [Finding(level, "schedule", describe_schedule(schedule, shares=shares))]
 
 
 def _needs_here(target: Needs, settings: StackSettings) -> Needs:

@@ -718,8 +718,8 @@ class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Totals of the rounds whose chain had one origin, without a request's first round."""
 
     rounds: int = 0
-    tokens: int = 0
-    """Tokens emitted by these rounds, bonus tokens included."""
+    accepted: int = 0
+    """Accepted draft tokens of these rounds that belong to the answer."""
     drafted: int = 0
     """Draft tokens verified by these rounds."""
     verify_ms: float = 0.0
@@ -729,6 +729,26 @@ class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     cache_hits: int = 0
     """Number of these that ended in a prepared outcome."""
+
+
+Way = Literal["plain", "in turn", "in parallel"]
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a drafter works, the expected gain, and what that follows from."""
+
+    way: Way
+    """Plain decoding; drafts while the target waits; or drafts while it verifies."""
+    draft_tokens: int = 0
+    """Per round."""
+    gain: float = 1.0
+    """Speed over plain decoding."""
+    pass_ms: dict[int, float] = {}
+    """T_v by rows while the drafter is idle."""
+    draft_ms: float = 0.0
+    """T_d, of one token."""
+    acceptance: float = 0.0
+    """Probability that a draft token is accepted."""
 
 
 class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -783,6 +803,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     accepted_by_lag: list[int] = []
     rewinding: str = ""
     """Rollback method (`Hello`)."""
+    planned: Schedule | None = None
+    """The planner's schedule before the first round; None before T_v and T_d were known."""
     by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """Rounds whose outcome was the i-th best candidate prepared for its length."""

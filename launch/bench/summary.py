@@ -138,7 +138,7 @@ def _add_rounds(answers: Sequence[Statistics]) -> tuple[Rounds, Rounds]:
         for origin, kind in s.by_origin.items():
             into = hit if origin == "hit" else miss
             into.count += kind.rounds
-            into.tokens += kind.tokens
+            into.tokens += kind.accepted + kind.rounds
             into.verify_ms += kind.verify_ms
     return hit, miss
 

@@ -9,12 +9,12 @@ from launch.bench import scenarios
 from launch.models.recommendation import say_schedule
 from launch.settings.flags import Command, more_settings, read_more
 from launch.terminal import console
-from orchestrator.learning.schedule import ASSUMED_HITS, Schedule, plan_schedule
+from orchestrator.learning.schedule import ASSUMED_HITS, plan_schedule
 from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import compare, strategy_grid
-from protocol.messages import MAX_NODES
+from protocol.messages import MAX_NODES, Schedule
 
 UNIT = click.FloatRange(0, 1)
 MORE = tuple(

@@ -8,14 +8,10 @@ import msgspec
 
 from launch.models.weights import bytes_of_kv, bytes_on_cpu
 from orchestrator.learning.latency import VerifyLatency
-from orchestrator.learning.schedule import (
-    ASSUMED_HITS,
-    Schedule,
-    plan_schedule,
-    tokens_per_round,
-)
+from orchestrator.learning.schedule import ASSUMED_HITS, plan_schedule, tokens_per_round
 from protocol.errors import UsageError
 from protocol.heads import HeadFormat
+from protocol.messages import Schedule
 
 Purpose = Literal["try", "small", "chat", "code", "maths"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -146,7 +142,9 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
         plain_tok_s=speed,
         assumed_acceptance=entry.acceptance,
         expected_tokens_per_round=tokens_per_round(entry.acceptance, _NUM_DRAFT_TOKENS),
-        schedule=describe_schedule(drafted / weights, entry.acceptance, shares=True)
+        schedule=describe_schedule(
+            plan_by_weights(drafted / weights, entry.acceptance, shares=True), shares=True
+        )
         if cpu_cores
         else "",
         measured=entry.measured,
@@ -175,12 +173,12 @@ def plan_by_weights(cost: float, acceptance: float, *, shares: bool) -> Schedule
     return plan_schedule(latency, latency, cost, acceptance, hits=hits)
 
 
-def describe_schedule(cost: float, acceptance: float, *, shares: bool) -> str:
+def describe_schedule(schedule: Schedule, *, shares: bool) -> str:
     """Describe that schedule, and what it follows from."""
-    schedule = say_schedule(plan_by_weights(cost, acceptance, shares=shares))
     where = "both share the device" if shares else "on a device of its own"
-    assumed = f"at an acceptance of {acceptance:.2f} (assumed)"
-    return f"a drafted token costs about {cost:.2f} passes, {where}; {assumed}: {schedule}"
+    assumed = f"at an acceptance of {schedule.acceptance:.2f} (assumed)"
+    cost = f"a drafted token costs about {schedule.draft_ms:.2f} passes"
+    return f"{cost}, {where}; {assumed}: {say_schedule(schedule)}"
 
 
 def say_schedule(schedule: Schedule) -> str:

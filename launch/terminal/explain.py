@@ -1,7 +1,8 @@
 """Explain the choices made for an answer in sentences that a user understands."""
 
+from launch.models.recommendation import say_schedule
 from launch.terminal.statistics import describe_age, is_comparable
-from protocol.messages import Mode, Statistics
+from protocol.messages import Mode, Schedule, Statistics
 
 _MOSTLY = 0.5
 _BASELINE_ROUNDS = 8
@@ -17,7 +18,17 @@ def explanation(mode: Mode, s: Statistics) -> str:
     if undrafted > _MOSTLY * s.rounds:
         text = "There was no drafter for most of the answer, so the target decoded plainly."
         return " ".join(filter(None, [text + _describe_lookups(s), layers]))
-    return " ".join(filter(None, [_what(s), _why(s), _how_well(s), layers]))
+    sentences = [_describe_plan(s.planned), _what(s), _why(s), _how_well(s), layers]
+    return " ".join(filter(None, sentences))
+
+
+def _describe_plan(planned: Schedule | None) -> str:
+    """Describe what the planner expected before the first round, and why."""
+    if planned is None:
+        return "Nothing was planned: passes or drafts had not been timed."
+    passes = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in planned.pass_ms.items())
+    reasons = f"passes by their tokens {passes} ms, a drafted token {planned.draft_ms:.1f}"
+    return f"Planned: {say_schedule(planned)} ({reasons}, acceptance {planned.acceptance:.2f})."
 
 
 def _what(s: Statistics) -> str:
@@ -54,10 +65,9 @@ def _describe_lookups(s: Statistics) -> str:
     kind = s.by_origin.get("lookup")
     if kind is None:
         return ""
-    accepted = kind.tokens - kind.rounds
     return (
         f" In {_plural(kind.rounds, 'round')} the draft was looked up in prompt and answer: "
-        f"{accepted} of {_plural(kind.drafted, 'token')} accepted."
+        f"{kind.accepted} of {_plural(kind.drafted, 'token')} accepted."
     )
 
 

@@ -32,9 +32,7 @@ def statistics_table(
 def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int]:
     """Return how many draft tokens of these origins were accepted, and how many verified."""
     by_origin = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
-    return sum(stats.tokens - stats.rounds for stats in by_origin), sum(
-        stats.drafted for stats in by_origin
-    )
+    return sum(kind.accepted for kind in by_origin), sum(kind.drafted for kind in by_origin)
 
 
 def is_comparable(s: Statistics) -> bool:

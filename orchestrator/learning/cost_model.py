@@ -12,9 +12,9 @@ from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import STALL, StepLatency, VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.schedule import ASSUMED_HITS, Schedule, plan_schedule
+from orchestrator.learning.schedule import ASSUMED_HITS, plan_schedule
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from protocol.messages import Hello, Mode, Origin, PassTimes, Role
+from protocol.messages import Hello, Mode, Origin, PassTimes, Role, Schedule
 
 _GPUS = {"metal", "cuda"}
 BRANCHES_ON_A_CPU, BRANCHES_ON_A_GPU = 8, 32
@@ -122,15 +122,20 @@ class CostModel:
             return None
         return self._switches.setdefault((mode, self.streams), SpeculationSwitch())
 
-    def on_new_text(self, mode: Mode) -> None:
-        """Prepare for a request of this mode: it speculates if good drafts may pay."""
+    def on_new_text(self, mode: Mode) -> Schedule | None:
+        """Prepare for a request of this mode: it speculates if good drafts may pay.
+
+        Returns:
+            The schedule to expect of usual drafts; None before passes and drafts were timed.
+        """
+        is_known = mode != "ar" and self.plain_latency.is_known and self.draft_token_ms > 0.0
         hits = ASSUMED_HITS if mode == "ssd" else 0.0
-        may_gain = not self.plain_latency.is_known or (
-            self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
-        )
+        may_gain = not is_known or self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
         for streams in range(1, MOST_SPECULATING + 1):
             switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
             switch.on_new_text(may_gain=may_gain)
+        hits = 0.0 if mode == "sd" or self.drafts_in_turn else self.hits.value
+        return self._plan_schedule(self.backup_rate, hits) if is_known else None
 
     @property
     def draft_token_ms(self) -> float:

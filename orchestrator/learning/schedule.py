@@ -5,26 +5,17 @@ and `ssd simulate` ask before anything is loaded.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+
+from protocol.messages import Schedule, Way
 
 Latency = Callable[[int], float]
-Way = Literal["plain", "in turn", "in parallel"]
 
 LEAST_GAIN = 1.05
 """Gain below which messages and bad luck cost more than drafts bring."""
 ASSUMED_HITS = 0.5
 _LONGEST = 8
-
-
-class Schedule(NamedTuple):
-    """When a drafter works, and the expected gain."""
-
-    way: Way
-    """Plain decoding; drafts while the target waits; or drafts while it verifies."""
-    draft_tokens: int = 0
-    """Per round."""
-    gain: float = 1.0
-    """Speed over plain decoding."""
+_TOLD = (1, 2, 4, 8)
+"""Rows whose T_v is part of a schedule's reasons."""
 
 
 def plan_schedule(
@@ -48,11 +39,13 @@ def plan_schedule(
         prefer: advantage that drafting in parallel needs over drafting in turn.
     """
 
+    pass_ms = {rows: alone(rows) for rows in _TOLD}
+
     def choose(way: Way, round_ms: Latency) -> Schedule:
         lengths = range(1, _LONGEST + 1)
         gains = {n: tokens_per_round(acceptance, n) * alone(1) / round_ms(n) for n in lengths}
         best = max(gains, key=gains.__getitem__)
-        return Schedule(way, best, gains[best])
+        return Schedule(way, best, gains[best], pass_ms, draft_ms, acceptance)
 
     def in_parallel_ms(count: int) -> float:
         hidden_ms = (count + 1) * draft_ms  # the drafter processes the chain first
@@ -61,7 +54,8 @@ def plan_schedule(
     in_turn = choose("in turn", lambda count: alone(count + 1) + count * draft_ms)
     in_parallel = choose("in parallel", in_parallel_ms)
     best = in_parallel if in_parallel.gain > prefer * in_turn.gain else in_turn
-    return best if best.gain >= LEAST_GAIN else Schedule("plain")
+    pays = best.gain >= LEAST_GAIN
+    return best if pays else Schedule("plain", 0, 1.0, pass_ms, draft_ms, acceptance)
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:

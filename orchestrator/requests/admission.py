@@ -93,7 +93,6 @@ class Admission:
                 sampling parameters are contradictory.
         """
         self._check_prompt(prompt, context_length, memory_limit)
-        self._estimates.on_new_text(message.mode)
         most_tokens = _count_most_tokens(message, len(prompt), context_length)
         sequence = Sequence(
             number=next(self._numbers),
@@ -105,6 +104,7 @@ class Admission:
             planner=self._create_planner(message),
             recorder=_create_recorder(message, now),
         )
+        sequence.recorder.planned = self._estimates.on_new_text(message.mode)
         marks = bool(message.tools) or message.special_text
         text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
         request = Request(peer, message.request, sequence, text, len(prompt))

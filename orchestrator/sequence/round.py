@@ -153,9 +153,9 @@ class EndedRound(NamedTuple):
         done, outcome = self.round, self.outcome
         recorder.plain_rounds += not done.speculating and done.origin != "lookup"
         recorder.add_times(outcome, done.draft, done.origin, now)
-        recorder.add_round(observation)
         kept, origins = len(self.emitted), done.origins(outcome)
         accepted = origins[: min(kept, outcome.accepted)]
+        recorder.add_round(observation, len(accepted))
         recorder.count_verified(done.draft, accepted, done.origin)
         recorder.count_emitted(kept, now)
         return origins[:kept]

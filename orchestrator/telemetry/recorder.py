@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from protocol.messages import (
@@ -16,6 +18,7 @@ from protocol.messages import (
     Prefilled,
     Role,
     RoundStats,
+    Schedule,
     Statistics,
     TimingHistogram,
     TokenOrigin,
@@ -59,12 +62,14 @@ class Recorder:
     accepted_by_lag: Counter[int] = field(default_factory=Counter)
     stale_trees: int = 0
     rewinding: str = ""
+    planned: Schedule | None = None
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     was_suspended: bool = False
     """True if its place was given away since the last token: the next interval does not count."""
     timeline: "Timeline | None" = None
     """Events of each process, if the client asked for them."""
+    _last_origin: Origin = "target"
     _last_accepted: int = 0
     _first_lag: int = 0
     """Lag of the last round's draft; 0 if no drafter made it."""
@@ -97,14 +102,14 @@ class Recorder:
         if self.rounds:  # before the first round the verifier had nothing to do
             self.add_time("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
-    def add_round(self, observation: RoundObservation) -> None:
-        """Add a round that has just ended."""
+    def add_round(self, observation: RoundObservation, accepted: int) -> None:
+        """Add a round that has just ended; `accepted` draft tokens belong to the answer."""
         if not self.rounds:
             return  # it brought the first token, which does not count as decoding
         old = self.by_origin.get(observation.origin, RoundStats())
         self.by_origin[observation.origin] = RoundStats(
             rounds=old.rounds + 1,
-            tokens=old.tokens + observation.accepted + 1,
+            accepted=old.accepted + accepted,
             drafted=old.drafted + len(observation.confidences),
             verify_ms=old.verify_ms + observation.verify_ms,
             cache_lookups=old.cache_lookups
@@ -121,7 +126,7 @@ class Recorder:
 
     def count_verified(self, draft: Draft, accepted: Sequence[TokenOrigin], origin: Origin) -> None:
         """Count a verification of a draft from `origin`, and the origins of its accepted tokens."""
-        self.rounds += 1
+        self.rounds, self._last_origin = self.rounds + 1, origin
         # A hit was drafted before its round: after the previous chain and bonus token.
         lags: dict[Origin, int] = {"hit": self._last_accepted + 2, "miss": 1}
         self._first_lag = lags.get(origin, 0)
@@ -141,6 +146,8 @@ class Recorder:
         drafted = len(origins) - origins.count("target")
         self.emitted -= len(origins)
         self.accepted -= drafted
+        if (kind := self.by_origin.get(self._last_origin)) is not None:
+            self.by_origin[self._last_origin] = replace(kind, accepted=kind.accepted - drafted)
         self.branch_tokens -= origins.count("branch")
         first, last = self._last_accepted - drafted, self._last_accepted
         self.accepted_at.subtract(range(first, last))
@@ -238,6 +245,7 @@ class Recorder:
             state_bytes=self.state_bytes,
             stale_trees=self.stale_trees,
             rewinding=self.rewinding,
+            planned=self.planned,
             by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),

@@ -147,9 +147,11 @@ def test_hits_and_the_bound_are_pooled() -> None:
         cache_hits=6,
         cache_misses=3,
         by_origin={
-            "hit": RoundStats(rounds=6, tokens=18, verify_ms=600.0, cache_lookups=6, cache_hits=4),
+            "hit": RoundStats(
+                rounds=6, accepted=12, verify_ms=600.0, cache_lookups=6, cache_hits=4
+            ),
             "target": RoundStats(
-                rounds=3, tokens=4, verify_ms=240.0, cache_lookups=3, cache_hits=2
+                rounds=3, accepted=1, verify_ms=240.0, cache_lookups=3, cache_hits=2
             ),
         },
         hits_by_rank=[4, 0, 2],
@@ -171,9 +173,8 @@ def test_hits_and_the_bound_are_pooled() -> None:
 def schema() -> dict[str, Any]:
     """Of the file; what the protocol's messages hold is the protocol's affair."""
     found = msgspec.json.schema(BenchFile)
-    for name in {"Statistics", "Sampling", "LogitsOptions", "RoundStats", "TraceEvent"} & set(
-        found["$defs"]
-    ):
+    messages = {"Statistics", "Sampling", "LogitsOptions", "RoundStats", "Schedule", "TraceEvent"}
+    for name in messages & set(found["$defs"]):
         found["$defs"][name] = {"title": name, "type": "object"}
     return found
 

@@ -7,7 +7,7 @@ import pytest
 
 from launch.terminal.explain import explanation
 from orchestrator.telemetry.recorder import Recorder
-from protocol.messages import RoundStats, Statistics
+from protocol.messages import RoundStats, Schedule, Statistics
 
 
 def statistics(**values: Any) -> Statistics:
@@ -64,15 +64,30 @@ def test_nothing_speculative_is_said_so() -> None:
 )
 def test_one_is_one(rounds: int, tokens: int, sentence: str) -> None:
     """A single round is not `1 rounds`."""
-    kinds = {"lookup": RoundStats(rounds=rounds, tokens=tokens, drafted=2 * rounds - 1)}
+    kinds = {"lookup": RoundStats(rounds=rounds, accepted=tokens - rounds, drafted=2 * rounds - 1)}
     text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, by_origin=kinds, plain_rounds=1))
     assert sentence in text
     assert "1 plain round measured" in text
+
+
+def test_what_was_planned_comes_first() -> None:
+    """The schedule before the first round and its reasons; or that nothing was known."""
+    times = {1: 37.0, 4: 39.0}
+    planned = Schedule("in turn", 4, 1.98, times, draft_ms=3.02, acceptance=0.85)
+    text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, planned=planned))
+    assert text.startswith(
+        "Planned: drafts of 4 in turn, 1.98 times plain decoding (passes by their tokens 1: 37.0, "
+        "4: 39.0 ms, a drafted token 3.0, acceptance 0.85). 40 of 60 rounds"
+    )
+    assert explanation("ssd", SPECULATIVE).startswith("Nothing was planned")
 
 
 def test_a_useless_drafter_is_described() -> None:
     """Rounds without a draft are not called speculative, and nothing is divided by zero."""
     useless = statistics(rounds=15, fallbacks={"plain": 14}, tok_s=9.0)
     text = explanation("ssd", useless)
-    assert text.startswith("No draft was verified in 15 rounds: in 14 of them none was ready")
+    assert (
+        " had not been timed. No draft was verified in 15 rounds: in 14 of them none was ready"
+        in text
+    )
     assert "speculative" not in text

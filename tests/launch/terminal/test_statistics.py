@@ -26,9 +26,9 @@ BOTH = statistics(
     mean_acceptance_length=1.67,
     phase_ms={"prefill_verifier": 100.0, "verify": 40.0},
     by_origin={
-        "hit": RoundStats(rounds=5, tokens=10, drafted=8),
-        "miss": RoundStats(rounds=3, tokens=5, drafted=4),
-        "lookup": RoundStats(rounds=2, tokens=3, drafted=7),
+        "hit": RoundStats(rounds=5, accepted=5, drafted=8),
+        "miss": RoundStats(rounds=3, accepted=2, drafted=4),
+        "lookup": RoundStats(rounds=2, accepted=1, drafted=7),
     },
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_what_a_drafter_reads_of_the_target_is_printed() -> None:
     """Which drafter, how much of the target's states a round took, and acceptance by lag."""
     read = statistics(
         rounds=4, drafter="head H", state_bytes=64_000, drafted=6, accepted=3,
-        by_origin={"hit": RoundStats(rounds=4, tokens=7, drafted=6)},
+        by_origin={"hit": RoundStats(rounds=4, accepted=3, drafted=6)},
         offered_by_lag=[4, 0, 2], accepted_by_lag=[3, 0, 0],
     )  # fmt: skip
     shown = rows(finished(read), details=True)

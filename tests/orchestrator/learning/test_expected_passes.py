@@ -163,10 +163,15 @@ def test_the_first_round_weighs_the_time_of_a_draft(draft_ms: float, *, pays: bo
     for loaded in (False, True):  # a target that has timed nothing yet is asked all the same
         hello = service("verifier", "large", pass_times=PassTimes(chains=FLAT if loaded else {}))
         estimates.on_hello(hello)
-        estimates.on_new_text("ssd")
+        planned = estimates.on_new_text("ssd")
+        assert (planned is not None) == loaded
         switch = estimates.switch("ssd")
         assert switch is not None
         assert (switch.credit > 0.0) == (pays or not loaded)
+    assert planned is not None
+    assert (planned.way != "plain") == pays
+    assert (planned.pass_ms[8], planned.draft_ms) == (FLAT[8], draft_ms)
+    assert estimates.on_new_text("ar") is None
     for _ in range(3):
         estimates.observe_round(PLAIN)
     planner = Planner("ssd", estimates)

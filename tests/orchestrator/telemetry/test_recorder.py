@@ -179,6 +179,7 @@ def test_only_what_was_emitted_was_accepted(
     recorder = answered(stop, stop_ids).sequence.recorder
     assert (emitted, accepted) == (recorder.emitted, recorder.accepted)
     assert accepted == sum(recorder.accepted_at.values())
+    assert accepted == sum(kind.accepted for kind in recorder.by_origin.values())
 
 
 def test_acceptance_by_lag() -> None:
