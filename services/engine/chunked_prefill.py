@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.engine.batch import BatchPart
+from services.engine.pass_handle import PassQueue
 from services.engine.runner import ModelRunner
-from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
 from services.kernels.cuda.host_rows import ReadRows
 from services.kernels.register import kernels

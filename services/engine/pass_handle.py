@@ -1,13 +1,15 @@
-"""A forward pass that runs, until its tokens are judged, as one of its sequences sees it.
+"""A forward pass from its submission until its tokens are judged, as one of its sequences sees it.
 
 A sequence keeps its handles in a deque: the pass that runs, and those started behind it.
 """
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +17,18 @@ import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Sampling
-from services.engine.batch import Batch
+from services.engine.batch import Batch, BatchPart
 from services.kernels.cuda.doorbell import Doorbell, Ticket
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.launching import launch
 from services.sampling import device
+
+if TYPE_CHECKING:
+    from services.engine.runner import ModelRunner
+
+_log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
 
@@ -159,3 +166,85 @@ class ReservedPass(PassHandle):
     def is_missed(self) -> bool:
         """True if it had timed out when filled, so that its logits are invalid; waits."""
         return not self.ticket.rung.item()
+
+
+@dataclass(eq=False)
+class Submission:
+    """A sequence's part of a pass, which waits for others to share it."""
+
+    part: BatchPart
+    queue: list["Submission"]
+    """Those that wait."""
+    passes: deque[PassHandle]
+    """Gets the handle once the pass runs."""
+    handle: PassHandle | None = None
+    error: Exception | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True if its pass has neither run nor failed."""
+        return self.handle is None and self.error is None
+
+    def cancel(self) -> None:
+        """Leave the queue."""
+        if self in self.queue:
+            self.queue.remove(self)
+
+
+class PassQueue:
+    """Parts of passes that wait: the first that is needed runs, with those that may share its pass.
+
+    Args:
+        runner: runs them.
+        most_rows: most tokens of a shared pass; a sequence alone may submit more.
+    """
+
+    def __init__(self, runner: "ModelRunner", most_rows: int = 0) -> None:
+        self.runner, self.most_rows = runner, most_rows
+        self.waiting: list[Submission] = []
+
+    def submit(self, part: BatchPart, passes: deque[PassHandle] | None = None) -> Submission:
+        """Queue a sequence's part; nothing runs yet. Its handle is appended to `passes`."""
+        submission = Submission(part, self.waiting, deque() if passes is None else passes)
+        self.waiting.append(submission)
+        return submission
+
+    def result(self, submission: Submission) -> PassHandle:
+        """Return the handle of a pass; run it with all waiting parts if necessary.
+
+        Raises any error of the model for these tokens.
+        """
+        if submission.waits:
+            self._run(self._claim_with_company(submission))
+        if submission.handle is None:
+            raise submission.error or RuntimeError("a pass was submitted and did not run")
+        return submission.handle
+
+    def _run(self, submissions: Sequence[Submission]) -> None:
+        """Run these in one pass, or one by one if that fails; each gets a handle or an error.
+
+        A sequence that the model cannot take must not fail the others.
+        """
+        try:
+            handles = self.runner.run(Batch([one.part for one in submissions]))
+        except Exception as error:  # noqa: BLE001
+            if len(submissions) == 1:
+                submissions[0].error = error
+                return
+            _log.exception("a pass of %d sequences failed; now one by one", len(submissions))
+            for one in submissions:
+                self._run([one])
+            return
+        for one, one.handle in zip(submissions, handles, strict=True):
+            one.passes.append(one.handle)
+
+    def _claim_with_company(self, first: Submission) -> list[Submission]:
+        first.cancel()
+        chosen, rows = [first], first.part.count
+        for other in list(self.waiting):
+            rows += other.part.count
+            if rows > self.most_rows:
+                break
+            chosen.append(other)
+            other.cancel()
+        return chosen

@@ -5,17 +5,18 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.batch import Batch, BatchPart
 from services.engine.pass_handle import ReservedPass
 from services.engine.runner import ModelRunner
 from services.engine.trace import prefill
 from services.engine.traced_forward import TRACED_SLOTS, TracedForward
 from services.kernels.cuda.doorbell import Doorbell, open_doorbell
 from services.kv.cache import KVStore
-from services.mlx.launching import launch_in_pieces
 from services.mlx.selftest import is_close, is_faster, measure_distance
 from services.runtime.preparation import Steps
 
@@ -104,10 +105,9 @@ class _Trial:
     def _ask(self) -> tuple[float, mx.array]:
         """Return the seconds of a pass, and its logits; the store is restored."""
         store = self._stores[0]
+        part = BatchPart(store, _ROWS, partial(store.chain, _ROWS), _CHAIN.tokens)
         began = time.perf_counter()
-        store.chain(_ROWS)
-        logits = self._traced(mx.array([_CHAIN.tokens]), store)[0]
-        launch_in_pieces(store.milestones)  # as for a pass that is one graph
+        logits = self._runner.run(Batch([part]))[0].logits
         mx.argmax(logits, axis=-1).tolist()
         took_s = time.perf_counter() - began
         store.trim(_PROMPT)

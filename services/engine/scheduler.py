@@ -10,18 +10,20 @@ the same (`engine.prelaunch`).
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
 import mlx.core as mx
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Tokens
 from services.engine.batch import Batch, BatchPart
-from services.engine.pass_handle import Ids, PassHandle, PassTiming
+from services.engine.pass_handle import Ids, PassHandle, PassQueue, PassTiming, Submission
 from services.engine.prelaunch import Prelauncher
 from services.engine.runner import ModelRunner
 from services.kv.cache import KVStore
@@ -35,137 +37,121 @@ _LONGEST_WAIT = 0.3
 
 Two passes in place of one cost far more.
 """
+_UNKNOWN_S = 0.002
+"""Assumed time between an outcome and the next verification, for a prepared chain."""
+_LEAST_S = 0.002
+_MOST_WAITS = 4.0
+"""Cap on that time, in longest waits: one long gap, for a prompt or a draft, is soon forgotten."""
+_SMOOTHING = 0.3
+_FORGIVING = 0.75
 
 
-@dataclass(eq=False)
-class Submission:
-    """A sequence's part of a pass, which waits for others to share it."""
-
-    part: BatchPart
-    queue: list["Submission"]
-    """Those that wait."""
-    passes: deque[PassHandle]
-    """Gets the handle once the pass runs."""
-    handle: PassHandle | None = None
-    error: Exception | None = None
-
-    @property
-    def waits(self) -> bool:
-        """True if its pass has neither run nor failed."""
-        return self.handle is None and self.error is None
-
-    def cancel(self) -> None:
-        """Leave the queue."""
-        if self in self.queue:
-            self.queue.remove(self)
-
-
-class PassQueue:
-    """Parts of passes that wait: the first that is needed runs, with those that may share its pass.
-
-    Args:
-        runner: runs them.
-        most_rows: most tokens of a shared pass; a sequence alone may submit more.
-    """
-
-    def __init__(self, runner: ModelRunner, most_rows: int = 0) -> None:
-        self.runner, self.most_rows = runner, most_rows
-        self.waiting: list[Submission] = []
-
-    def submit(self, part: BatchPart, passes: deque[PassHandle] | None = None) -> Submission:
-        """Queue a sequence's part; nothing runs yet. Its handle is appended to `passes`."""
-        submission = Submission(part, self.waiting, deque() if passes is None else passes)
-        self.waiting.append(submission)
-        return submission
-
-    def result(self, submission: Submission) -> PassHandle:
-        """Return the handle of a pass; run it with all waiting parts if necessary.
-
-        Raises any error of the model for these tokens.
-        """
-        if submission.waits:
-            self._run(self._claim_with_company(submission))
-        if submission.handle is None:
-            raise submission.error or RuntimeError("a pass was submitted and did not run")
-        return submission.handle
-
-    def _run(self, submissions: Sequence[Submission]) -> None:
-        """Run these in one pass, or one by one if that fails; each gets a handle or an error.
-
-        A sequence that the model cannot take must not fail the others.
-        """
-        try:
-            handles = self.runner.run(Batch([one.part for one in submissions]))
-        except Exception as error:  # noqa: BLE001
-            if len(submissions) == 1:
-                submissions[0].error = error
-                return
-            _log.exception("a pass of %d sequences failed; now one by one", len(submissions))
-            for one in submissions:
-                self._run([one])
-            return
-        for one, one.handle in zip(submissions, handles, strict=True):
-            one.passes.append(one.handle)
-
-    def _claim_with_company(self, first: Submission) -> list[Submission]:
-        first.cancel()
-        chosen, rows = [first], first.part.count
-        for other in list(self.waiting):
-            rows += other.part.count
-            if rows > self.most_rows:
-                break
-            chosen.append(other)
-            other.cancel()
-        return chosen
-
-
-class Scheduled(Protocol):
+@dataclass(kw_only=True)
+class Scheduled(ABC):
     """A sequence whose passes are scheduled."""
 
     state: SequenceState
     tokens: Tokens
     """The committed tokens."""
-    passes: deque[PassHandle]
+    passes: deque[PassHandle] = field(default_factory=deque)
     """The pass that runs, and those started behind it."""
-    submitted: Submission | None
+    submitted: Submission | None = None
     """Its part of that pass, unless it was started ahead; it may still wait to run."""
+    drafter_idle: bool = False
+    """True if no draft is prepared during its pass."""
+    answered_at: float = 0.0
+    """Time of its last outcome."""
+    gap_s: float = _UNKNOWN_S
+    """Usual time from an outcome to its next verification."""
 
     @property
+    @abstractmethod
+    def granted(self) -> int | None:
+        """Further passes of one token that its request permits; None without a request."""
+
+    @property
+    @abstractmethod
     def goes_on(self) -> bool:
         """True if its pass is over one token, and another one follows, chosen on the device."""
-        ...
 
     @property
+    @abstractmethod
     def is_likeliest(self) -> bool:
         """True if its tokens are the argmax of the unprocessed logits."""
-        ...
 
-    @property
-    def drafter_idle(self) -> bool:
-        """True if no draft is prepared during its pass."""
-        ...
+    @abstractmethod
+    def begin_choice(self, logits: mx.array, tree: TokenTree | None) -> mx.array | None:
+        """Begin the choice of tokens after these rows, lazy; None if the host chooses.
+
+        Args:
+            logits: [rows, vocabulary].
+            tree: of the pass; None for its requested token.
+        """
 
     @property
     def awaits_draft(self) -> bool:
         """True if its next pass is over a tree that is being prepared during this one."""
-        ...
+        return self.granted == 0 and not self.drafter_idle
 
     @property
     def comes_unasked(self) -> bool:
         """True if it will request a pass by itself, in a step or two."""
-        ...
-
-    def wait_until(self, longest_s: float) -> float:
-        """Return the time until which waiting for its next verification pays; 0 if it does not."""
-        ...
+        if self.granted is None or self.submitted is None:
+            return self.granted is not None
+        return not self.submitted.waits and self.granted > 0
 
     def choose(self, tree: TokenTree) -> None:
         """Begin the choice of tokens after the pass over a tree, unless the next one began it."""
-        ...
+        head = self.passes[0]
+        if head.choice is None and self.is_likeliest:
+            head.choice = head.best()
+        if head.choice is None:
+            head.choice = self.begin_choice(head.logits, tree)
 
-    def choose_lazily(self) -> mx.array | None:
-        """Begin the choice of the token after the current pass, if it `goes_on`; lazy."""
-        ...
+    def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
+        """End the current pass, over a tree, committing these rows."""
+        tokens = [tree.tokens[row] for row in rows]
+        if tree.is_chain:
+            self.state.commit(len(self.tokens) + len(tokens))
+        else:
+            self.state.commit_rows(rows)
+        self.tokens += tokens
+        self.passes.popleft()
+        self.submitted = None
+
+    def drop_passes(self) -> None:
+        """Drop all passes, those that run too."""
+        for one in (self.submitted, *self.passes):
+            if one is not None:
+                one.cancel()
+        self.submitted = None
+        self.passes.clear()
+
+    def on_request(self, now: float, busy_since: float, longest_s: float) -> None:
+        """Record the arrival of its next verification.
+
+        Args:
+            now: latest possible time of arrival.
+            busy_since: start of the last pass.
+            longest_s: longest wait for it; 0 if unknown.
+        """
+        if not self.answered_at:
+            return
+        most_s = _MOST_WAITS * longest_s or inf
+        if busy_since <= self.answered_at:
+            gap_s = min(most_s, now - self.answered_at)
+            self.gap_s += _SMOOTHING * (gap_s - self.gap_s)
+        else:
+            # It arrived during a pass, at an unknown time. A failed wait counts double; a sequence
+            # that is no longer waited for gets another chance in time.
+            missed_s = min(most_s, 2.0 * (busy_since - self.answered_at))
+            self.gap_s = max(_FORGIVING * self.gap_s, missed_s)
+
+    def wait_until(self, longest_s: float) -> float:
+        """Return the time until which waiting for its next verification pays; 0 if it does not."""
+        if self.submitted or self.passes or not self.answered_at or self.gap_s > longest_s:
+            return 0.0
+        return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)
 
 
 class Scheduler:
@@ -346,5 +332,7 @@ def _choose(members: Sequence[Scheduled]) -> mx.array:
     joint = members[0].passes[0].joint
     if joint is not None and all(one.is_likeliest for one in members):
         return joint.lazy
-    choices: Any = [one.choose_lazily() for one in members]
+    for one in members:
+        one.passes[0].choice = one.begin_choice(one.passes[0].logits, None)
+    choices: Any = [one.passes[0].choice for one in members]
     return mx.concatenate(choices)

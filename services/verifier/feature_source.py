@@ -1,7 +1,7 @@
 """Features that the verifier reads from the target for a drafter, and the messages with them."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -84,21 +84,14 @@ class FeatureSource:
 
     def leave_out(self, steps: Steps[T]) -> Steps[T]:
         """Run steps that are about the model as it is when nothing is read."""
-        return (yield from _run_each_in(steps, self._lift))
-
-    def ignore(self, steps: Steps[T]) -> Steps[T]:
-        """Run steps with passes that are read for no sequence."""
-        return (yield from _run_each_in(steps, self._forget))
-
-    @contextlib.contextmanager
-    def _lift(self) -> Iterator[None]:
-        with self._taps.lift() if self._taps is not None else contextlib.nullcontext():
+        while True:
+            with self._taps.lift() if self._taps is not None else contextlib.nullcontext():
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
             yield
-
-    @contextlib.contextmanager
-    def _forget(self) -> Iterator[None]:
-        yield
-        self._replayed = None
 
     def take(self) -> ReadRows | None:
         """Return lazy [tokens, width] of the last pass with padding; None if nothing is read."""
@@ -174,19 +167,6 @@ class FeatureSource:
         return Features(
             sequence=sequence, first=first, count=len(rows), data=data, request=self._number
         )
-
-
-def _run_each_in(
-    steps: Steps[T], surroundings: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Steps[T]:
-    while True:
-        with surroundings():
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-        yield
 
 
 def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:

@@ -63,9 +63,8 @@ class VerifierStages:
         self._identity.takes_trees = verifier.takes_trees
 
     def _try_prelaunching(self) -> Steps[None]:
-        scheduler, features = self._verifier.scheduler, self._verifier.features
-        steps = open_prelauncher(scheduler.runner, self._verifier.new_state())
-        scheduler.prelauncher = yield from features.ignore(steps)
+        scheduler, state = self._verifier.scheduler, self._verifier.new_state()
+        scheduler.prelauncher = yield from open_prelauncher(scheduler.runner, state)
 
     def _time_passes(self) -> Steps[None]:
         times = yield from measure_passes(self._verifier, drafter_idle=True)

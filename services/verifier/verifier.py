@@ -193,7 +193,7 @@ class Verifier:
             state = self._fork(message.tokens)
         tokens = message.tokens[: state.length]
         log = self.features.begin(tokens, self._sequences.values())
-        return TargetSequence(state, rule, tokens, features=log)
+        return TargetSequence(state=state, rule=rule, tokens=tokens, features=log)
 
     def expect_s(self) -> float:
         """Return how long the next chunk of a prompt takes; 0 if no prompt is in work."""
@@ -211,7 +211,7 @@ class Verifier:
         started = time.perf_counter()
         self._retire(message.sequence)
         sequence = yield from self._new_sequence(message)
-        cached = sequence.length
+        cached = sequence.state.length
         if self._memory is not None:
             self._memory.check_prompt(cached, len(message.tokens))
         try:
@@ -224,7 +224,7 @@ class Verifier:
         yield from self.features.messages(message.sequence, sequence)
         yield Prefilled(
             sequence=message.sequence,
-            length=sequence.length,
+            length=sequence.state.length,
             prefill_ms=1e3 * (time.perf_counter() - started),
             cached=cached,
         )
@@ -248,7 +248,7 @@ class Verifier:
         self, number: int, sequence: TargetSequence, tokens: Tokens
     ) -> Generator[PrefillProgress | None]:
         """Compute these tokens in pieces, reporting progress from time to time."""
-        cached = reported = sequence.length
+        cached = reported = sequence.state.length
         reported_at = time.perf_counter()
         if self.fill_externally is not None:
             yield from self.fill_externally(sequence.state, sequence.tokens, tokens)
@@ -258,8 +258,8 @@ class Verifier:
             for _ in pieces:
                 now = self.scheduler.idle_since = time.perf_counter()
                 is_due = now - reported_at >= _PROGRESS_S
-                if is_due and reported < sequence.length < len(tokens):
-                    reported, reported_at = sequence.length, now
+                if is_due and reported < sequence.state.length < len(tokens):
+                    reported, reported_at = sequence.state.length, now
                     yield PrefillProgress(sequence=number, length=reported, cached=cached)
                 yield None
                 self.spare_cores.begin_pass(drafter_idle=True)
@@ -268,7 +268,7 @@ class Verifier:
         sequence, tree = self._validate(message)
         scheduler = self.scheduler
         busy_since, longest_s = scheduler.last_pass.started, scheduler.longest_wait_s
-        sequence.on_verify(time.perf_counter(), busy_since, longest_s)
+        sequence.on_request(time.perf_counter(), busy_since, longest_s)
         sequence.begin_run(message)
         try:
             while sequence.request is not None:

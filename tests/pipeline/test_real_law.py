@@ -24,8 +24,7 @@ from protocol.messages import (
 )
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
-from services.engine.pass_handle import PassHandle
-from services.engine.scheduler import Submission
+from services.engine.pass_handle import PassHandle, Submission
 from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule, host_floats
 from services.verifier.verifier import Verifier

@@ -17,8 +17,8 @@ from protocol.process.free_memory import FreeMemory
 from services.engine import slot_table
 from services.engine.batch import BatchPart
 from services.engine.packing import enable_packing, find_table
+from services.engine.pass_handle import PassQueue
 from services.engine.runner import ModelRunner
-from services.engine.scheduler import PassQueue
 from services.engine.slot_table import SlotTable
 from services.engine.trace import Trace
 from services.kv.cache import KVStore

@@ -35,9 +35,8 @@ from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load, windows_of
 from services.mlx.taps import Taps
 from services.runtime.inbox import Work
-from services.runtime.preparation import Steps, run_all
+from services.runtime.preparation import run_all
 from services.verifier.feature_log import FeatureLog
-from services.verifier.feature_source import FeatureSource
 from services.verifier.verifier import Verifier
 from tests.services.kernels.cuda.host import attend_gathered
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -394,20 +393,3 @@ def test_a_log_keeps_the_last_rows() -> None:
     assert (fork.first, fork.end) == (9, 10)
     fork.trim(3)
     assert (fork.first, fork.end, fork.blocks(9)) == (3, 3, [])
-
-
-def test_passes_that_only_prepare_are_read_for_nobody() -> None:
-    """The features of a replay among them are not those of the next pass."""
-    model = load(tiny_folder("llama")).module
-    source = FeatureSource(model)
-    source.configure(FeatureRequest([0]))
-
-    def replay() -> Steps[None]:
-        source.put(mx.zeros((1, 1)))
-        yield
-
-    run_all(source.ignore(replay()))
-    model(mx.array([[5, 6, 7]]))
-    rows = source.take()
-    assert rows is not None
-    assert rows.shape[0] == 3

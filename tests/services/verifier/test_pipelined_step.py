@@ -257,10 +257,10 @@ def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking = Asking("llama", Sampling())
     asking.verify()
     sequence = asking.verifier._sequences[1]
-    length = sequence.length
+    length = sequence.state.length
     [ahead] = asking.verifier.scheduler.runner.run(follow(mx.array([-1]), [sequence.state]))
     assert not ahead.fill(read_tree([asking.tokens[-1]], []))
     assert not ahead.fill(read_tree([0, 1], []))
-    assert length == sequence.length
+    assert length == sequence.state.length
     asking.verify()
     assert plain("llama", PROMPT, 2, Sampling()) == asking.tokens[3:]

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
+from services.engine import prelaunch_trial
 from services.engine.pass_handle import PassHandle
 from services.engine.prelaunch import Prelauncher, choose_rows
 from services.engine.runner import ModelRunner
 from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx.loader import load
+from services.runtime.preparation import run_all
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -275,6 +277,23 @@ def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
         waiting.call_off()
     state.commit(len(stream.committed) - 1)
     stream.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_launching_beforehand_is_tried(monkeypatch: pytest.MonkeyPatch, *, is_late: bool) -> None:
+    """It is used if passes that wait have the logits of the others, and none is rung too late."""
+    verifier, traced = _traced()
+    bell = FakeDoorbell(lambda: is_late)
+    monkeypatch.setattr(prelaunch_trial, "open_doorbell", lambda: bell)
+    monkeypatch.setattr(prelaunch_trial, "is_faster", lambda *_: True)
+    monkeypatch.setattr(prelaunch_trial, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(prelaunch_trial, "_ARRIVAL_S", 0.0)
+    runner, store = ModelRunner(verifier.target.verify, traced), verifier.new_state()
+    assert isinstance(store, KVStore)
+    found = run_all(prelaunch_trial.find_doorbell(runner, lambda: store.fork(0)))
+    assert found is (None if is_late else bell)
+    assert bell.rung == prelaunch_trial._TURNS + (0 if is_late else 2 * len(TREE_ROWS))
+    assert not bell.waiting
 
 
 @pytest.fixture(autouse=True)

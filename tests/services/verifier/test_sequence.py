@@ -16,7 +16,7 @@ JUDGE = AcceptanceRule(OpenSequence(sequence=1, tokens=[], sampling=Sampling()),
 
 
 def sequence(away_s: float) -> TargetSequence:
-    found = TargetSequence([], None, JUDGE, [])
+    found = TargetSequence(state=[], rule=JUDGE, tokens=[])
     found.answered_at, found.gap_s = 100.0, away_s
     return found
 
@@ -30,7 +30,7 @@ def test_who_comes_back_soon_is_waited_for() -> None:
 def test_who_drafts_first_is_not_waited_for() -> None:
     """Nor who is here already, or was never answered."""
     assert sequence(0.020).wait_until(LONGEST) == 0.0
-    fresh = TargetSequence([], None, JUDGE, [])
+    fresh = TargetSequence(state=[], rule=JUDGE, tokens=[])
     assert fresh.wait_until(LONGEST) == 0.0
 
 
@@ -38,14 +38,14 @@ def test_times_are_learned_from_an_idle_target() -> None:
     """A verification that comes while nothing runs says how long it was away."""
     one = sequence(0.001)
     for _ in range(20):
-        one.on_verify(100.007, busy_since=99.0, longest_s=LONGEST)
+        one.on_request(100.007, busy_since=99.0, longest_s=LONGEST)
     assert one.gap_s == pytest.approx(0.007, rel=0.05)
 
 
 def test_a_wait_in_vain_ends_the_waiting_for_a_while() -> None:
     """Who did not come in time is left out, and tried again some passes later."""
     one = sequence(0.005)
-    one.on_verify(100.080, busy_since=100.010, longest_s=LONGEST)
+    one.on_request(100.080, busy_since=100.010, longest_s=LONGEST)
     assert one.wait_until(LONGEST) == 0.0
     assert count_passes(one) == 3
 
@@ -54,7 +54,7 @@ def count_passes(one: TargetSequence) -> int:
     """In which it is not waited for, until it is again."""
     passes = 0
     while one.wait_until(LONGEST) == 0.0:
-        one.on_verify(100.080, busy_since=100.0001, longest_s=LONGEST)
+        one.on_request(100.080, busy_since=100.0001, longest_s=LONGEST)
         passes += 1
     return passes
 
@@ -65,7 +65,7 @@ def test_a_long_absence_is_soon_forgotten(*, is_idle: bool) -> None:
     one = sequence(0.001)
     for _ in range(20):
         busy_since = 99.0 if is_idle else 100.9
-        one.on_verify(101.0, busy_since=busy_since, longest_s=LONGEST)
+        one.on_request(101.0, busy_since=busy_since, longest_s=LONGEST)
     assert one.wait_until(LONGEST) == 0.0
     assert count_passes(one) == 5
 
@@ -73,7 +73,7 @@ def test_a_long_absence_is_soon_forgotten(*, is_idle: bool) -> None:
 def test_who_is_away_for_long_is_not_waited_for_between_long_passes() -> None:
     one = sequence(0.001)
     for _ in range(20):
-        one.on_verify(100.500, busy_since=99.0, longest_s=0.060)
+        one.on_request(100.500, busy_since=99.0, longest_s=0.060)
     assert one.wait_until(0.060) == 0.0
 
 
@@ -84,5 +84,5 @@ def test_while_a_pass_goes_on_nothing_is_known_of_the_longest_wait() -> None:
         scheduler.last_pass = PassTiming(1, 1, started=100.0, ended=ended)
         assert scheduler.longest_wait_s == pytest.approx(longest_s)
     one = sequence(0.050)
-    one.on_verify(100.050, busy_since=99.0, longest_s=0.0)
+    one.on_request(100.050, busy_since=99.0, longest_s=0.0)
     assert one.gap_s == pytest.approx(0.050)

@@ -345,7 +345,7 @@ def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.Mo
         deque(verifier.handle(OpenSequence(sequence=number, tokens=[5, 6], sampling=Sampling())))
     assert set(used) == {(7,)}
     for number, idle, cores in ((1, True, ()), (2, True, (7,)), (1, False, ())):
-        position = verifier._sequences[number].length
+        position = verifier._sequences[number].state.length
         verify = Verify(sequence=number, round=1, position=position, nodes=[9], drafter_idle=idle)
         deque(verifier.handle(verify))
         assert used[-1] == cores
