@@ -170,9 +170,9 @@ def _target_loop(settings: ProbeSettings) -> ProbeResult:
     # MLX must be imported after the BLAS is in place.
     import mlx.core as mx  # noqa: PLC0415
 
+    from services.kernels.register import kernels  # noqa: PLC0415
     from services.kv.cache import KVStore  # noqa: PLC0415
     from services.mlx.loader import (  # noqa: PLC0415
-        compute_unit,
         load,
         windows_of,
     )
@@ -185,7 +185,7 @@ def _target_loop(settings: ProbeSettings) -> ProbeResult:
         store.chain(1)
         mx.eval(module(mx.array([[1]]), cache=store.caches))
 
-    return _repeat(settings, compute_unit(), call)
+    return _repeat(settings, kernels().device, call)
 
 
 def _injection(settings: ProbeSettings) -> ProbeResult:
@@ -193,8 +193,9 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
     import mlx.core as mx  # noqa: PLC0415
 
     from services.coreml.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
+    from services.kernels.register import kernels  # noqa: PLC0415
     from services.kv.rewinding import find_rewinding  # noqa: PLC0415
-    from services.mlx.loader import compute_unit, load  # noqa: PLC0415
+    from services.mlx.loader import load  # noqa: PLC0415
 
     module = load(Path(settings.target)).module
     make_state = find_rewinding(module, bucketed=False).make
@@ -216,7 +217,7 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
     return ProbeResult(
         kind="injection",
         compute_units="",
-        compute_unit=compute_unit(),
+        compute_unit=kernels().device,
         tokens=_INJECTED,
         dtype=str(dtype).removeprefix("mlx.core."),
         milliseconds=statistics.median(handing[1:]),

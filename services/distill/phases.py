@@ -35,8 +35,9 @@ from services.distill.student import (
     start_from,
 )
 from services.distill.training import Budget, Trainer
+from services.kernels.register import kernels
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import LoadedModel, compute_unit, load, to_dense, windows_of
+from services.mlx.loader import LoadedModel, load, to_dense, windows_of
 
 # A Mac's GPU shares its memory with everything else; a CUDA card's is its own.
 _ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
@@ -161,7 +162,7 @@ def _sources(settings: DistillSettings, folder: RunFolder) -> list[Shards]:
 def _dtype(settings: DistillSettings) -> mx.Dtype:
     name: str = settings.precision
     if name == "auto":
-        name = "float32" if compute_unit() == "cpu" else "bfloat16"
+        name = "float32" if not kernels().on_gpu else "bfloat16"
     chosen: mx.Dtype = getattr(mx, name)
     return chosen
 
@@ -226,11 +227,11 @@ def _trainer(
 
 
 def _training_batch(settings: DistillSettings) -> int:
-    return settings.batch or _BATCH[compute_unit()]
+    return settings.batch or _BATCH[kernels().device]
 
 
 def _rows(settings: DistillSettings) -> int:
-    return settings.data_batch or _ROWS[compute_unit()]
+    return settings.data_batch or _ROWS[kernels().device]
 
 
 def _greedy_answers(settings: DistillSettings, target: LoadedModel, control: RunControl) -> Texts:
@@ -301,7 +302,7 @@ def _report(
     whole = read_vocabulary(Path(settings.target)).size
     return card.DistillReport(
         target=settings.target,
-        compute_unit=compute_unit(),
+        compute_unit=kernels().device,
         layers=plan.layers,
         parameters=sum(array.size for array in state.weights.values()),
         head_size=whole if facts.head_ids is None else len(facts.head_ids),

@@ -27,6 +27,8 @@ from services.runtime.preparation import Steps
 class Kernels(NamedTuple):
     """The kernels of a device, each of which returns None for a call that it does not take."""
 
+    device: str
+    """Its name: "cpu", "metal" or "cuda"."""
     attend: tuple[Callable[..., mx.array | None], ...]
     """Tried in turn: (queries, keys, values, scale, mask) -> attention."""
     on_gpu: bool = True
@@ -57,14 +59,16 @@ class Kernels(NamedTuple):
 
 KERNELS = {
     "cpu": Kernels(
+        "cpu",
         (cpu_attention.attend,),
         on_gpu=False,
         attends_in_traces=False,
         choose=choose_on_cpu,
         most_shared_rows=16,
     ),
-    "metal": Kernels((choice.attend,)),
+    "metal": Kernels("metal", (choice.attend,)),
     "cuda": Kernels(
+        "cuda",
         (cuda_attention.attend, cuda_attention.attend_many),
         choose=choose_on_cuda,
         find_best=find_best,

@@ -19,10 +19,11 @@ from mlx.utils import tree_flatten
 
 from protocol.process.child import exit_on_sigterm
 from protocol.process.files import atomic_writer, remove_leftovers
+from services.kernels.register import kernels
 from services.kv.dump_check import check_dump, sample_dumps
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
-from services.mlx.loader import LoadedModel, compute_unit
+from services.mlx.loader import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def identify_kv(model: LoadedModel, how: str) -> str:
                     digest.update(file.read(_SAMPLE_BYTES))
     parameters: Any = tree_flatten(model.module.parameters())
     types = sorted({str(array.dtype) for _, array in parameters})
-    return json.dumps([digest.hexdigest(), types, compute_unit(), how])
+    return json.dumps([digest.hexdigest(), types, kernels().device, how])
 
 
 def save(path: Path, prompts: PrefixCache, identity: str) -> None:

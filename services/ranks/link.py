@@ -6,6 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.kernels.register import kernels
+
 _SMALL_ROUNDS, _LARGE_ROUNDS = 25, 4
 _LARGE_BYTES = 1 << 21
 
@@ -16,7 +18,7 @@ def measure_link(group: mx.distributed.Group) -> tuple[float, float]:
     Pairs are measured one after the other: a rank and its neighbour exchange arrays while the rest
     wait. On CUDA, MLX can compute only with all ranks at once; there a sum over all is timed.
     """
-    if mx.default_device() != mx.cpu and mx.cuda.is_available():
+    if kernels().device == "cuda":
         return _measure(lambda array: mx.eval(mx.distributed.all_sum(array, group=group)))
     measured = (0.0, 0.0)
     for first in range(group.size()):

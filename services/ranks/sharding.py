@@ -14,11 +14,12 @@ from mlx.utils import tree_flatten
 from protocol.errors import ModelError, RuntimeFailure
 from protocol.settings import Device, RankBackend, RankSplit
 from services.engine.target_model import TargetModel, prepare
+from services.kernels.register import kernels
 from services.kv.budget import count_kv_tokens, measure_kv
 from services.kv.rewinding import StateFactory
 from services.mlx.device import bind
 from services.mlx.free_memory import free_for_mlx
-from services.mlx.loader import LoadedModel, compute_unit, load, load_skeleton
+from services.mlx.loader import LoadedModel, load, load_skeleton
 from services.mlx.reading import measure_reading
 from services.ranks.environment import Variables, export_variables
 from services.ranks.link import measure_link
@@ -107,7 +108,7 @@ def _facts_of(
     latency_ms, mbytes_per_s = measure_link(group)
     pass_ms, witness = _try_out(module, target.states)
     return RankFacts(
-        compute_unit=compute_unit(),
+        compute_unit=kernels().device,
         shares_passes=target.shares_passes,
         kv_tokens=count_kv_tokens(measure_kv(module, target.states.make), kv_bytes).tokens,
         weight_bytes=_bytes_of(module),
@@ -135,7 +136,7 @@ def _try_out(module: Any, states: StateFactory) -> tuple[float, float]:
 
 def _free_bytes(local_ranks: int) -> int:
     """Return the free memory of this rank; ranks of a machine without a GPU each share it."""
-    return free_for_mlx().bytes // (1 if compute_unit() == "cuda" else local_ranks)
+    return free_for_mlx().bytes // (1 if kernels().device == "cuda" else local_ranks)
 
 
 def _bytes_of(module: Any) -> int:
@@ -252,7 +253,7 @@ def bare_facts(group: mx.distributed.Group, local_ranks: int) -> RankFacts:
     speed = measure_reading()
     latency_ms, mbytes_per_s = measure_link(group)
     return RankFacts(
-        compute_unit=compute_unit(),
+        compute_unit=kernels().device,
         shares_passes=False,
         kv_tokens=0,
         weight_bytes=0,

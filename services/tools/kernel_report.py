@@ -24,9 +24,10 @@ from services.kernels.metal import attention
 from services.kernels.metal.choice import use_kernels
 from services.kernels.metal.probe import AttentionKind
 from services.kernels.metal.product import MOST_ROWS
+from services.kernels.register import kernels
 from services.kv.state import SequenceState
 from services.mlx.fused_linear import fuse_linears
-from services.mlx.loader import compute_unit, load
+from services.mlx.loader import load
 from services.runtime.preparation import run_all
 
 _CONTEXT = 512
@@ -36,9 +37,9 @@ _TRIALS = 5
 
 def measure(settings: KernelReportSettings) -> KernelReport:
     """Test the kernels as the settings say; raises ModelError if the model does not load."""
-    if compute_unit() == "cuda":
+    if kernels().device == "cuda":
         return _measure_on_cuda(settings)
-    if compute_unit() != "metal":
+    if not kernels().on_gpu:
         return KernelReport(note="there is no GPU here")
     if settings.passes:
         return _measure_passes(settings)

@@ -18,8 +18,9 @@ from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenD
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
 from services.kernels.cpu.equip import equip, takes
+from services.kernels.register import kernels
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import compute_unit, load
+from services.mlx.loader import load
 from services.sampling.candidates import Top
 
 _TOP = 8
@@ -58,7 +59,7 @@ def write_answers(folder: Path, prompts: list[Tokens], count: int) -> Iterator[A
     module: Any = loaded.module
     head_ids = trim_head(module, folder)
     ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
-    if compute_unit() == "cpu":
+    if not kernels().on_gpu:
         equip(module)
     for prompt in prompts:
         cache, fed = make_prompt_cache(module), prompt

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from protocol.settings import DraftWeights
 from services.kernels.cpu.equip import equip
-from services.mlx.loader import compute_unit
+from services.kernels.register import kernels
 from services.mlx.rope import use_tables
 
 _log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _GROUP_SIZE = 64
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
     """Use these weights in the model; its results change by rounding."""
-    if compute_unit() != "cpu":
+    if kernels().on_gpu:
         if weights == "int8":
             quantise_linears(model)
         return

@@ -67,7 +67,7 @@ from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import LoadedModel, compute_unit, load
+from services.mlx.loader import LoadedModel, load
 from services.mlx.rope import allow_branches, has_rope
 from services.runtime.preparation import Steps
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check_rewind
@@ -112,7 +112,7 @@ class MlxBackend:
             tokenizer_fingerprint=loaded.vocabulary.fingerprint,
             vocabulary_size=loaded.vocabulary.size,
             context_length=loaded.context_length,
-            compute_unit=unit or compute_unit(),
+            compute_unit=unit or kernels().device,
             max_draft_tokens=MAX_DRAFT_TOKENS,
             takes_trees=isinstance(self._new_store(), KVStore),
         )

@@ -37,7 +37,6 @@ from services.drafter.backends.head.weights import TargetEnds, head_dtype
 from services.drafter.backends.mlx_tree import Bud
 from services.kernels.register import kernels
 from services.kv.cache import KVStore
-from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, rank_bonuses
 from services.sampling.device import best_of
@@ -130,7 +129,7 @@ class BlockBackend:
             tokenizer_fingerprint=ends.model.vocabulary.fingerprint,
             vocabulary_size=ends.model.vocabulary.size,
             context_length=0,
-            compute_unit=unit or compute_unit(),
+            compute_unit=unit or kernels().device,
             max_draft_tokens=MAX_DRAFT_TOKENS,
             features=request,
             takes_trees=True,

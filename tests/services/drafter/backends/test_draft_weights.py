@@ -6,6 +6,7 @@ import pytest
 
 from services.drafter.backends import draft_weights
 from services.drafter.backends.draft_weights import quantise_linears, use_weights
+from services.kernels.register import KERNELS
 
 
 class _Inner(nn.Module):
@@ -38,7 +39,7 @@ def test_floats_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Tied()
     before = outputs(model, 4)
     use_weights(model, "float")
-    monkeypatch.setattr(draft_weights, "compute_unit", lambda: "metal")
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["metal"])
     use_weights(model, "auto")
     for old, new in zip(before, outputs(model, 4), strict=True):
         assert mx.array_equal(old, new)
@@ -46,7 +47,7 @@ def test_floats_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_gpu_linear_layers_become_8_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By MLX's own quantisation, where their size allows it."""
-    monkeypatch.setattr(draft_weights, "compute_unit", lambda: "metal")
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["metal"])
     model = _Tied()
     before = outputs(model, 4)
     use_weights(model, "int8")
@@ -60,7 +61,7 @@ def test_models_that_the_kernels_do_not_know_draft_with_floats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a warning only for those who asked for bytes."""
-    monkeypatch.setattr(draft_weights, "compute_unit", lambda: "cpu")
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cpu"])
     use_weights(_Tied(), "auto")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     use_weights(_Tied(), "int8")

@@ -15,6 +15,7 @@ import pytest
 from protocol.jobs.kernel_report import KernelReportSettings
 from services.kernels.cuda import choice, product
 from services.kernels.cuda.choice import FewRows, in_trace, use_products
+from services.kernels.register import KERNELS
 from services.mlx import selftest
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
@@ -257,7 +258,7 @@ def test_products_are_timed_behind_one_another(monkeypatch: pytest.MonkeyPatch) 
 def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many products there are, joint ones as one, and what was measured of them."""
     on_cuda({16: 1.1, 32: 1.1})
-    monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(kernel_report, "kernels", lambda: KERNELS["cuda"])
     probes = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama")))).probes
     [probe] = [one for one in probes if one.kernel == "product"]
     assert (probe.kernel, probe.most_rows, probe.reason) == ("product", 8, "more are faster by MLX")
@@ -268,7 +269,7 @@ def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_doctor_is_told_of_other_weights(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda({})
     monkeypatch.setattr(product, "TYPES", ())
-    monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(kernel_report, "kernels", lambda: KERNELS["cuda"])
     report = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama"))))
     assert report.probes == []
     assert "not in half precision" in report.note
