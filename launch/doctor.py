@@ -174,6 +174,9 @@ def _examine_machine(survey: HardwareReport) -> list[Finding]:
         if len(_cores()) < 2:
             text = "one core: target and drafter take turns, so speculation will rarely pay"
             findings.append(Finding("note", "cores", text))
+    allowed = ", ".join(f"{what} {share:.1g}" for what, share in survey.tolerances.items())
+    text = f"whatever differs from the usual result by a larger share is not used: {allowed}"
+    findings.append(Finding("ok", "self-tests", text))
     if sys.platform == "darwin" and not survey.coreml:
         text = "coremltools is not installed: no drafts on the Neural Engine (extra 'coreml')"
         findings.append(Finding("note", "Neural Engine", text))

@@ -66,6 +66,8 @@ def _describe(probe: KernelProbe) -> str:
     if probe.own_ms:
         rows = ", ".join(map(str, probe.own_ms))
         text += f"; {rows} rows take {_times(probe.own_ms)} (MLX: {_times(probe.mlx_ms)})"
+    if probe.distance:
+        text += f"; {probe.distance:.1g} from MLX's result"
     return text
 
 

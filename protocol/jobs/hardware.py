@@ -21,6 +21,8 @@ class HardwareReport(msgspec.Struct, frozen=True, kw_only=True):
     """Memory bandwidth of weights, measured by a product of a vector with a matrix larger than
     any cache, as in decoding.
     """
+    tolerances: dict[str, float] = {}
+    """Relative difference from the usual result that self-tests allow, by operation."""
     coreml: str
     """Version of coremltools; empty if it is not installed."""
     coreml_units: list[str] = []

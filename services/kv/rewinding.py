@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -32,7 +31,7 @@ from services.kv.replay import (
 )
 from services.kv.state import SequenceState
 from services.mlx.loader import windows_of
-from services.mlx.selftest import TOLERANCES
+from services.mlx.selftest import TOLERANCES, measure_distance
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ decoding.
 _PROMPT, _CHAIN, _NEXT = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]
 """Tokens of the test. Two of the chain are accepted."""
 _KEPT = 2
-_CLOSE = 1e-4
-"""Relative distance of logits that counts as rounding in any format."""
 
 
 @dataclass(frozen=True)
@@ -241,10 +238,10 @@ class _Trial:
             return False
         finally:
             record_pass(wanted=False)
-        distance = _distance(logits, self._expected)
+        distance = measure_distance(self._expected, logits)
         # A wrong state must be clearly farther away.
-        limit = min(self._tolerance, 0.25 * _distance(self._wrong, self._expected))
-        if distance <= max(_CLOSE, limit):
+        limit = min(self._tolerance, 0.25 * measure_distance(self._expected, self._wrong))
+        if distance <= max(TOLERANCES["rewinding in any case"], limit):
             return True
         self.reason = f"after a rejected draft its logits are off by {distance:.2g}"
         _log.warning("%s does not work for this model: %s", way, self.reason)
@@ -261,9 +258,3 @@ class _Trial:
         state.append(len(_NEXT))
         rows: mx.array = self._model(mx.array([tokens]), cache=state.caches)[0, -len(_NEXT) :]
         return rows.astype(mx.float32)
-
-
-def _distance(one: mx.array, other: mx.array) -> float:
-    """Return the relative distance; infinite if a number is not finite."""
-    distance = np.array(mx.linalg.norm(one - other) / mx.linalg.norm(other))
-    return float(distance) if np.isfinite(distance) else float("inf")

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from protocol.errors import ModelError
 from services.mlx.patches import Patch, install, remove
-from services.mlx.selftest import TOLERANCES
+from services.mlx.selftest import TOLERANCES, measure_distance
 
 Normalization = Literal["layer", "joint", "final", "none"]
 """As in `FeatureRequest.normalization`."""
@@ -185,7 +184,7 @@ def prove(run: Run, taps: Sequence[_Tap]) -> int:
             logits = _run(run, _SECOND)
         finally:
             tap.instead = None
-        distance = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+        distance = measure_distance(expected, logits)
         if not whole:
             problems.append(f"tap {number} of the target caught no [1, tokens, width] state")
         elif not distance <= TOLERANCES["tap"]:
@@ -214,5 +213,7 @@ def assist(model: Any, layers: Sequence[int], run: Run) -> None:
         _run(run, tokens)
 
 
-def _run(run: Run, tokens: Sequence[int]) -> Any:
-    return np.array(run(mx.array([tokens])).astype(mx.float32))
+def _run(run: Run, tokens: Sequence[int]) -> mx.array:
+    logits = run(mx.array([tokens]))
+    mx.eval(logits)
+    return logits

@@ -24,6 +24,7 @@ def survey() -> HardwareReport:
 
     from services.mlx.loader import compute_unit  # noqa: PLC0415
     from services.mlx.reading import measure_reading  # noqa: PLC0415
+    from services.mlx.selftest import TOLERANCES  # noqa: PLC0415
 
     device = compute_unit()
     module: Any = mx  # both functions lack type hints
@@ -36,6 +37,7 @@ def survey() -> HardwareReport:
         devices=1 if device == "cpu" else int(module.device_count(mx.gpu)),
         matrix_kernels=_matrix_kernels() if device == "cpu" else "",
         read_bytes_s=measure_reading(),
+        tolerances=TOLERANCES,
         coreml=_version("coremltools"),
         coreml_units=_coreml_units(),
     )

@@ -26,6 +26,7 @@ from protocol.jobs.kernel_report import KernelReport
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import devices
 from services.mlx.loader import load
+from services.mlx.selftest import TOLERANCES
 from tests.support.converted import SLOTS, converted_folder
 from tests.support.reference import tiny_folder
 from tests.support.stack import DEADLINE_S
@@ -222,6 +223,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["survey"]["device"] in ("cpu", "metal", "cuda")
+    assert report["survey"]["tolerances"] == TOLERANCES
+    assert any("product 0.01, attention 0.01" in one["text"] for one in report["findings"])
     assert report["versions"]["mlx-lm"]
     done = ask(tmp_path / "none")
     assert done.returncode == 4

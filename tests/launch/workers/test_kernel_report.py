@@ -22,7 +22,7 @@ _USED = KernelProbe(
 _SEVERAL = msgspec.structs.replace(_USED, least_rows=2, reason="fewer are faster by MLX")
 _ON_CUDA = msgspec.structs.replace(
     _USED, shape="products of 5 shapes, float16", least_rows=2, most_rows=16,
-    reason="more are faster by MLX",
+    reason="more are faster by MLX", distance=0.0004,
 )  # fmt: skip
 _BROKEN = KernelProbe(
     kernel="attention", shape="32 heads of 128 over 8, float16", reason="it does not run here: why"
@@ -41,7 +41,8 @@ def test_each_kernel_has_a_line() -> None:
         "product, 64 x 4096 to 14336, 4 bits, groups of 64, float16: used from 2 rows on, "
         "fewer are faster by MLX; 1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms)",
         "product, 64 x products of 5 shapes, float16: used for 2 to 16 rows, "
-        "more are faster by MLX; 1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms)",
+        "more are faster by MLX; 1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms); "
+        "0.0004 from MLX's result",
         "attention, 32 heads of 128 over 8, float16: not used, it does not run here: why",
         "a verification of 1 to 2 rows: 20 / 30.1 ms",
         "the same with every kernel that is right: 21 / 22 ms",
