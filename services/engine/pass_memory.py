@@ -6,6 +6,7 @@ continue.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from protocol.errors import OutOfMemory
-from services.engine.batch import round_to_bucket, round_to_traced
+from services.engine.batch import BUCKET, round_to_bucket, round_to_traced
 from services.kernels.cpu.decoder import kernel_of
 from services.kernels.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.kernels.register import kernels
@@ -81,6 +82,9 @@ class PassMemory:
         self._more_rows = _MORE_ROWS_ON_CUDA if holds else _MORE_ROWS
         self._count_slots = _round_to_largest if holds else round_to_bucket
         self._part_bytes = self._layers * _BYTES * _count_queries(model) if holds else 0
+        per_row = kv.passes.per_row or self._held_per_row
+        self._is_light = not (kv.passes.states or per_row or self._part_bytes)
+        """True if a pass over few tokens needs nothing but room for them."""
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
@@ -96,12 +100,14 @@ class PassMemory:
 
     def check(self, asked: Sequence[tuple[Held, int]]) -> None:
         """Raise OutOfMemory if one pass over these numbers of new tokens does not fit."""
-        rows = growth = scratch = 0
+        rows, may_grow = 0, False
         for state, count in asked:
             rows += count
-            growth += self._count_growth(state, count)
-            scratch += self._count_states(count)
-        if rows <= _FEW_ROWS and not growth:
+            may_grow |= (state.length - 1) // BUCKET < (state.length + count - 1) // BUCKET
+        if rows <= _FEW_ROWS and not (may_grow and any(starmap(self._count_growth, asked))):
+            if self._is_light:
+                return
+            scratch = sum(self._count_states(count) for _, count in asked)
             scratch += self._count_parts(asked)
             # MLX's cache includes the arrays of the last pass over as many tokens.
             if scratch <= max(_FEW_BYTES, mx.get_cache_memory()):

@@ -304,15 +304,16 @@ def follow(
     tokens = mx.maximum(choice, 0)
     # Before the pass is built, so that reading them does not wait for later work.
     launch(choice, tokens)
-    pairs = zip(states, missing, strict=True)
-    parts = [BatchPart(state, 1 + count, partial(_append, state, count)) for state, count in pairs]
+    parts = []
+    for state, count in zip(states, missing, strict=True):
+        begin = partial(_append_after, state, count) if count else partial(state.append, 1)
+        parts.append(BatchPart(state, 1 + count, begin))
     return Batch(parts, tokens, ahead=True)
 
 
-def _append(state: SequenceState, missing: int) -> None:
+def _append_after(state: SequenceState, missing: int) -> None:
     """Begin a pass over one token, after these."""
-    if missing:
-        state.append(missing)
+    state.append(missing)
     state.append(1)
 
 
