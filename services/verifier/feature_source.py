@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from services.runtime.preparation import Steps
 if TYPE_CHECKING:
     from services.mlx.taps import Taps, TrialPasses
     from services.verifier.feature_log import FeatureLog, Rows
+    from services.verifier.sequence import TargetSequence
 
 T = TypeVar("T")
 
@@ -26,13 +27,6 @@ _LARGEST_HALF = 65504.0
 """Normalised states fit into half precision; others may be larger."""
 _KEPT = 4
 """Finished sequences whose states are kept."""
-
-
-class ReadSequence(Protocol):
-    """A sequence of the target."""
-
-    tokens: Tokens
-    features: "FeatureLog | None"
 
 
 class FeatureSource:
@@ -118,7 +112,7 @@ class FeatureSource:
             features = mx.clip(features, -_LARGEST_HALF, _LARGEST_HALF)
         return features.astype(getattr(mx, self.request.dtype))
 
-    def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> "FeatureLog | None":
+    def begin(self, tokens: Tokens, running: Iterable["TargetSequence"]) -> "FeatureLog | None":
         """Start a log with the features of these tokens in other sequences, if any."""
         if self.request is None:
             return None
@@ -136,13 +130,13 @@ class FeatureSource:
 
         return FeatureLog(request)
 
-    def keep(self, sequence: ReadSequence) -> None:
+    def keep(self, sequence: "TargetSequence") -> None:
         """Keep a finished sequence's log for others with the same prefix."""
         if sequence.features is not None and sequence.features.request == self.request:
             self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
 
     def log(
-        self, sequence: ReadSequence, position: int, rows: "ReadRows | Rows | None"
+        self, sequence: "TargetSequence", position: int, rows: "ReadRows | Rows | None"
     ) -> "Rows | None":
         """Keep the rows of its tokens from `position` on; return them in the form they are sent."""
         if rows is None or self.request is None:
@@ -153,7 +147,7 @@ class FeatureSource:
         sequence.features.append(position, on_host)
         return on_host
 
-    def messages(self, number: int, sequence: ReadSequence) -> Iterator[Features]:
+    def messages(self, number: int, sequence: "TargetSequence") -> Iterator[Features]:
         """Return messages with all rows kept of a sequence."""
         log = sequence.features
         if log is None or log.request != self.request:

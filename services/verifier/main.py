@@ -16,7 +16,6 @@ from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import SEND_S, Identity, serve
 from services.runtime.preparation import Preparer
-from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
     from services.engine.target_model import OpenTarget
@@ -34,7 +33,7 @@ def run(settings: VerifierSettings) -> None:
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.verifier.open_target import open_target  # noqa: PLC0415
     from services.verifier.stages import VerifierStages  # noqa: PLC0415
-    from services.verifier.verifier import Verifier  # noqa: PLC0415
+    from services.verifier.verifier import SpareCores, Verifier  # noqa: PLC0415
 
     with open_target(settings) as opened:
         model, target = opened.model, opened.target or prepare_plain(opened.model.module)

@@ -5,7 +5,8 @@ Trees of several sequences that wait at the same time share a pass (`engine`).
 
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -29,18 +30,19 @@ from services.engine.pass_memory import PassMemory
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
 from services.engine.target_model import TargetModel, prepare
+from services.kernels.cpu.library import use_spare_cores
 from services.kernels.register import kernels
 from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
 from services.mlx.loader import LoadedModel
+from services.runtime.idle_flag import IdleFlag
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.sequence import TargetSequence
-from services.verifier.spare_cores import SpareCores
 
 MAX_DRAFT_TOKENS = 64
 ExternalFill = Callable[[SequenceState, Tokens, Tokens], Generator[None]]
@@ -48,6 +50,33 @@ ExternalFill = Callable[[SequenceState, Tokens, Tokens], Generator[None]]
 
 _PROGRESS_S = 0.5
 """Interval of progress reports for a long prompt."""
+
+
+class SpareCores:
+    """The drafter's cores, on which the target also computes while the drafter is idle.
+
+    Args:
+        cores: none if the drafter has no cores of its own.
+        flag: the drafter's; without it, its cores are left alone while anything is prepared.
+    """
+
+    def __init__(self, cores: Sequence[int] = (), flag: IdleFlag | None = None) -> None:
+        self.cores, self._flag = tuple(cores), flag
+
+    def begin_pass(self, *, drafter_idle: bool) -> None:
+        """Use the cores from now on: always, or only while the drafter is idle.
+
+        Args:
+            drafter_idle: True if it has no request during this pass.
+        """
+        if drafter_idle:
+            use_spare_cores(self.cores)
+        elif self._flag is None:
+            use_spare_cores(())
+        else:
+            # It is about to be woken, and would have to wait for a helper that has started a part.
+            self._flag.is_idle = False
+            use_spare_cores(self.cores, self._flag.word)
 
 
 class Verifier:
@@ -64,17 +93,19 @@ class Verifier:
     ) -> None:
         self._model, self._folder = model.module, model.folder
         self.target = target if target is not None else prepare(model.module)
-        self._states = self.target.states
-        self.max_draft_tokens = MAX_DRAFT_TOKENS if self._states.rewinds else 0
+        self.max_draft_tokens = MAX_DRAFT_TOKENS if self.target.states.rewinds else 0
         """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
         self._prompts = prompts if prompts is not None else PrefixCache()
         self.fill_externally: ExternalFill | None = None
         """Lets another device compute a prompt where that is faster: `ExternalPrefill.fill`."""
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
-        whole = self.target.verify is self._model
         self.features = FeatureSource(self._model, self.target.trial)
-        self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
-        self._memory, memory = self._reckon(logits=False), self._reckon(logits=True)
+        self._kv_size = KVSize(0, 0)
+        memory = self._memory = None
+        if self.target.verify is self._model:  # whole; cached prefixes give way to passes
+            size = self._kv_size = measure_kv(self._model, self.target.states.make)
+            reckon = partial(PassMemory, self._model, size, self._prompts.drop_oldest)
+            memory, self._memory = reckon(logits=True), reckon(logits=False)
         runner = ModelRunner(self.target.verify, memory=memory)
         filler = ModelRunner(self.target.prefill, memory=self._memory)
         runner.one_graph = filler.one_graph = prelaunches
@@ -99,12 +130,6 @@ class Verifier:
         scheduler.queue.most_rows = kernels().most_shared_rows if target.shares_passes else 0
         scheduler.runner.traced, scheduler.runner.table = target.traced, target.table
         self._chunked_prefill.share(target.table, prompts=target.shares_prompts)
-
-    def _reckon(self, *, logits: bool) -> PassMemory | None:
-        """Return the memory check for a whole target's passes; cached prefixes give way."""
-        if self.target.verify is not self._model:
-            return None
-        return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
 
     def kv_tokens(self, kv_bytes: int) -> KVTokens:
         """Return the tokens of KV for all open sequences in this much memory (`kv.budget`)."""
@@ -173,7 +198,7 @@ class Verifier:
 
     def new_state(self) -> SequenceState:
         """Return an empty state for a sequence of this model."""
-        return self._states.make()
+        return self.target.states.make()
 
     def _keep(self, sequence: TargetSequence) -> None:
         if sequence.state.length > len(sequence.tokens):

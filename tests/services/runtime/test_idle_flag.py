@@ -14,7 +14,7 @@ from protocol.settings import DrafterSettings
 from services.drafter import main
 from services.runtime.idle_flag import IdleFlag, open_idle_flag
 from services.runtime.inbox import Inbox
-from services.verifier.spare_cores import SpareCores
+from services.verifier.verifier import SpareCores
 from tests.services.drafter.lookup_backend import LookupBackend
 
 
@@ -103,7 +103,7 @@ def test_a_pass_begins_with_the_drafter_at_work(
 ) -> None:
     """Its cores are lent once it has done what it is asked for beside this pass, not before."""
     used: list[tuple[object, ...]] = []
-    monkeypatch.setattr("services.verifier.spare_cores.use_spare_cores", lambda *a: used.append(a))
+    monkeypatch.setattr("services.verifier.verifier.use_spare_cores", lambda *a: used.append(a))
     flag = IdleFlag(str(tmp_path / "idle"))
     cores = SpareCores([7], flag)
     flag.is_idle = True

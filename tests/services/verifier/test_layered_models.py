@@ -105,7 +105,7 @@ DRAFTS = ((0, 3), (2, 1), (3, 0), (1, 4), (0, 0), (4, 0), (0, 1))
 @pytest.mark.wide
 def test_each_family_goes_back_in_the_fastest_way(families: dict[str, object], way: str) -> None:
     """It is proved when the model is loaded."""
-    assert {verifier_of(family)._states.way for family in families} == {way}
+    assert {verifier_of(family).target.states.way for family in families} == {way}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
-from services.engine import prelaunch_trial
+from services.engine import prelaunch
 from services.engine.pass_handle import PassHandle
 from services.engine.prelaunch import Prelauncher, choose_rows
 from services.engine.runner import ModelRunner
@@ -284,15 +284,15 @@ def test_launching_beforehand_is_tried(monkeypatch: pytest.MonkeyPatch, *, is_la
     """It is used if passes that wait have the logits of the others, and none is rung too late."""
     verifier, traced = _traced()
     bell = FakeDoorbell(lambda: is_late)
-    monkeypatch.setattr(prelaunch_trial, "open_doorbell", lambda: bell)
-    monkeypatch.setattr(prelaunch_trial, "is_faster", lambda *_: True)
-    monkeypatch.setattr(prelaunch_trial, "TRACED_SLOTS", (256,))
-    monkeypatch.setattr(prelaunch_trial, "_ARRIVAL_S", 0.0)
+    monkeypatch.setattr(prelaunch, "open_doorbell", lambda: bell)
+    monkeypatch.setattr(prelaunch, "is_faster", lambda *_: True)
+    monkeypatch.setattr(prelaunch, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(prelaunch, "_ARRIVAL_S", 0.0)
     runner, store = ModelRunner(verifier.target.verify, traced), verifier.new_state()
     assert isinstance(store, KVStore)
-    found = run_all(prelaunch_trial.find_doorbell(runner, lambda: store.fork(0)))
+    found = run_all(prelaunch.find_doorbell(runner, lambda: store.fork(0)))
     assert found is (None if is_late else bell)
-    assert bell.rung == prelaunch_trial._TURNS + (0 if is_late else 2 * len(TREE_ROWS))
+    assert bell.rung == prelaunch._TRIAL_TURNS + (0 if is_late else 2 * len(TREE_ROWS))
     assert not bell.waiting
 
 

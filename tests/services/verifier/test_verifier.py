@@ -27,8 +27,7 @@ from protocol.messages import (
 )
 from services.engine import chunked_prefill
 from services.runtime.inbox import Work
-from services.verifier.spare_cores import SpareCores
-from services.verifier.verifier import Verifier
+from services.verifier.verifier import SpareCores, Verifier
 from tests.properties import examples
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import EOS, FAMILIES
@@ -338,7 +337,7 @@ def test_times_are_told() -> None:
 def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """For prompts, and for passes beside which nobody drafts for any sequence; not otherwise."""
     used: list[tuple[int, ...]] = []
-    monkeypatch.setattr("services.verifier.spare_cores.use_spare_cores", used.append)
+    monkeypatch.setattr("services.verifier.verifier.use_spare_cores", used.append)
     verifier = tiny_verifier("llama")
     verifier.spare_cores = SpareCores((7,))
     for number in (1, 2):
