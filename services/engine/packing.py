@@ -4,13 +4,12 @@ Linear layers see the row as one matrix, so the weights are read once for all se
 `PackedCache` represents one layer's caches of all sequences: it gives the model `SharedKV` instead
 of arrays, which models pass on untouched to mlx-lm's attention function. Our replacement for that
 function attends each part to its own keys with its own mask, in the shapes that it has alone. A
-model that handles keys differently fails on `SharedKV`, which `supports_packing` detects.
+model that handles keys differently fails on `SharedKV`, which a test finds out (`target_model`).
 """
 
 import contextlib
-import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -20,22 +19,14 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from protocol.decoding.token_tree import TokenTree, read_tree
-from protocol.errors import ModelError
 from services.engine.batch import slice_rows
-from services.engine.slot_table import SlotTable
 from services.kernels.cuda.kv_rows import SharedKV, wait_for
 from services.kernels.register import kernels
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
-from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedRecurrence
 from services.kv.state import SequenceState
 from services.mlx.rope import allow_branches, has_rope
-from services.mlx.selftest import is_close, measure_distance
-from services.runtime.preparation import Steps
-
-_log = logging.getLogger(__name__)
 
 _NAME = "scaled_dot_product_attention"
 
@@ -213,127 +204,3 @@ def enable_packing(model: nn.Module) -> None:
         home = sys.modules[module]
         if getattr(home, _NAME, None) is scaled_dot_product_attention:
             setattr(home, _NAME, _attention)
-
-
-def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
-    """Test whether two sequences in one row get the logits that each gets alone."""
-    try:
-        enable_packing(model)
-        alone = yield from _try_passes(model, make_state, flat=False)
-        flat = yield from _try_passes(model, make_state, flat=True)
-    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
-        return False  # attention written out for arrays
-    finally:
-        record_pass(wanted=False)
-    return is_close("shared passes", measure_distance(alone, flat), "shared pass")
-
-
-def find_table(
-    model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
-) -> Steps[SlotTable | None]:
-    """Return a table in which two sequences get the logits that each gets alone, after a test.
-
-    `enable_packing` must have been called.
-    """
-    table = SlotTable(attend)
-    try:
-        alone = yield from _try_passes(model, make_state, flat=False)
-        seated = yield from _try_passes(model, make_state, flat=True, table=table)
-    # Models may do anything with keys that are not arrays, and a kernel may not compile.
-    except Exception as error:  # noqa: BLE001
-        _log.info("shared passes of this model attend sequence by sequence: %s", error)
-        return None
-    distance = measure_distance(alone, seated)
-    return table if is_close("a table for shared passes", distance, "shared pass") else None
-
-
-def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
-    """Test whether a token of a tree gets the logits that it gets at the end of a chain."""
-    tree = read_tree([5, 6, 7, 8, 9], [0, 0, 1, 2])
-    try:
-        allow_branches(model)
-        if not make_state().takes_trees:
-            return False
-        rows = yield from _try_tree(model, make_state(), tree)
-        ends = []
-        for row in (3, 4):
-            alone = yield from _try_tree(model, make_state(), tree.keep(tree.path(row)))
-            ends.append(alone[-1])
-    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
-        return False  # its own form of positions or masks
-    return is_close("trees of tokens", measure_distance(mx.stack(ends), rows[3:]), "tree")
-
-
-def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> Steps[mx.array]:
-    """Return [rows, vocabulary] logits of a tree after four tokens."""
-    yield from _feed_four(model, state)
-    state.append_tree(tree)
-    rows: mx.array = model(mx.array([tree.tokens]), cache=state.caches)[0].astype(mx.float32)
-    mx.eval(rows)
-    yield
-    return rows
-
-
-def _feed_four(model: Any, state: SequenceState) -> Steps[None]:
-    state.append(4)
-    model(mx.array([[1, 2, 3, 4]]), cache=state.caches)
-    state.commit(4)
-    state.evaluate()
-    yield
-
-
-def _try_passes(
-    model: Any,
-    make_state: Callable[[], SequenceState],
-    *,
-    flat: bool,
-    table: SlotTable | None = None,
-) -> Steps[mx.array]:
-    """Return [7, vocabulary] logits of two sequences that share a pass, or do not.
-
-    They are for three tokens after four others, and for the first two of a text; then, after one
-    token of each is rejected, for the next one of each.
-    """
-    first, second = make_state(), make_state()
-    yield from _feed_four(model, first)
-    tokens = ([5, 6, 7], [8, 9])
-    if flat:
-        rows = [_run_flat(model, (first, second), tokens, table)]
-    else:
-        rows = [_run_alone(model, *one) for one in zip((first, second), tokens, strict=True)]
-    mx.eval(rows)
-    yield
-    first.commit(6)
-    second.commit(1)
-    for state, stood in ((first, [5, 6]), (second, [8])):
-        owed = stood[len(stood) - state.owed :]
-        rows.append(_run_alone(model, state, [*owed, 10])[-1:])
-    logits = mx.concatenate(rows).astype(mx.float32)
-    mx.eval(logits)
-    yield
-    return logits
-
-
-def _run_alone(model: Any, state: SequenceState, tokens: list[int]) -> mx.array:
-    state.append(len(tokens) - state.owed)
-    rows: mx.array = model(mx.array([tokens]), cache=state.caches)[0]
-    return rows
-
-
-def _run_flat(
-    model: Any,
-    states: Sequence[Any],
-    tokens: Sequence[list[int]],
-    table: SlotTable | None,
-) -> mx.array:
-    for state, own in zip(states, tokens, strict=True):
-        state.append(len(own))
-    row = mx.array([[*tokens[0], *tokens[1]]])
-    if table is not None:
-        seated = table.run(model, row, states)
-        if seated is None:
-            raise ModelError("there is no room for a table")
-        return seated[0]
-    with pack_pass(states, in_batches=kernels().batches_recurrences) as caches:
-        rows: mx.array = model(row, cache=caches)[0]
-    return rows

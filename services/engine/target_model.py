@@ -1,20 +1,21 @@
 """What a target can do, as found by tests: as a whole, or spread over ranks."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
+from protocol.messages import Tokens
+from services.engine.batch import Batch, BatchPart
 from services.engine.forward_trial import trace_if_faster
-from services.engine.packing import (
-    enable_packing,
-    find_table,
-    supports_packing,
-    supports_trees,
-)
+from services.engine.packing import enable_packing
+from services.engine.runner import ModelRunner
 from services.engine.slot_table import SlotTable
 from services.engine.trace import FeatureReader
 from services.engine.traced_forward import TracedForward
@@ -22,15 +23,20 @@ from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import equip
 from services.kernels.register import kernels
 from services.kv.cache import KVStore
+from services.kv.recording import record_pass
 from services.kv.rewinding import StateFactory, find_rewinding
+from services.kv.state import SequenceState
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, windows_of
-from services.mlx.rope import use_tables
+from services.mlx.rope import allow_branches, use_tables
+from services.mlx.selftest import is_close, measure_distance
 from services.runtime.preparation import Steps, run_all
 
 if TYPE_CHECKING:
     from services.mlx.taps import TrialPasses
     from services.ranks.group import RankGroup
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +217,114 @@ def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
     except ModelError as error:
         return StateFactory(lambda: KVStore([], bucketed=bucketed), "none", "ranks", str(error))
     return StateFactory(lambda: KVStore(windows, bucketed=bucketed), "slots", "ranks")
+
+
+def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
+    """Test whether two sequences in one row get the logits that each gets alone."""
+    try:
+        enable_packing(model)
+        alone = yield from _try_passes(model, make_state)
+        flat = yield from _try_passes(model, make_state, ModelRunner(model))
+    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
+        return False  # attention written out for arrays
+    finally:
+        record_pass(wanted=False)
+    return is_close("shared passes", measure_distance(alone, flat), "shared pass")
+
+
+def find_table(
+    model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
+) -> Steps[SlotTable | None]:
+    """Return a table in which two sequences get the logits that each gets alone, after a test.
+
+    `enable_packing` must have been called.
+    """
+    runner = ModelRunner(model)
+    runner.table = table = SlotTable(attend)
+    try:
+        alone = yield from _try_passes(model, make_state)
+        seated = yield from _try_passes(model, make_state, runner)
+    # Models may do anything with keys that are not arrays, and a kernel may not compile.
+    except Exception as error:  # noqa: BLE001
+        _log.info("shared passes of this model attend sequence by sequence: %s", error)
+        return None
+    distance = measure_distance(alone, seated)
+    return table if is_close("a table for shared passes", distance, "shared pass") else None
+
+
+def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> Steps[bool]:
+    """Test whether a token of a tree gets the logits that it gets at the end of a chain."""
+    tree = read_tree([5, 6, 7, 8, 9], [0, 0, 1, 2])
+    try:
+        allow_branches(model)
+        if not make_state().takes_trees:
+            return False
+        rows = yield from _try_tree(model, make_state(), tree)
+        ends = []
+        for row in (3, 4):
+            alone = yield from _try_tree(model, make_state(), tree.keep(tree.path(row)))
+            ends.append(alone[-1])
+    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
+        return False  # its own form of positions or masks
+    return is_close("trees of tokens", measure_distance(mx.stack(ends), rows[3:]), "tree")
+
+
+def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> Steps[mx.array]:
+    """Return [rows, vocabulary] logits of a tree after four tokens."""
+    runner = ModelRunner(model)
+    yield from _feed_four(runner, state)
+    part = BatchPart(state, len(tree), partial(state.append_tree, tree), tree.tokens)
+    rows = runner.run(Batch([part]))[0].logits
+    mx.eval(rows)
+    yield
+    return rows
+
+
+def _feed_four(runner: ModelRunner, state: SequenceState) -> Steps[None]:
+    runner.run(Batch([_chain(state, [1, 2, 3, 4])]))
+    state.commit(4)
+    state.evaluate()
+    yield
+
+
+def _try_passes(
+    model: Any, make_state: Callable[[], SequenceState], shared: ModelRunner | None = None
+) -> Steps[mx.array]:
+    """Return [7, vocabulary] logits of two sequences that share a pass of this runner, or do not.
+
+    They are for three tokens after four others, and for the first two of a text; then, after one
+    token of each is rejected, for the next one of each.
+    """
+    alone = ModelRunner(model)
+    first, second = make_state(), make_state()
+    yield from _feed_four(alone, first)
+    parts = [_chain(first, [5, 6, 7]), _chain(second, [8, 9])]
+    if shared is None:
+        handles = [alone.run(Batch([part]))[0] for part in parts]
+    else:
+        handles = shared.run(Batch(parts))
+        table: Any = shared.table
+        if table is not None and not table.is_shared_by(first):
+            raise ModelError("there is no room for a table")
+    rows = [handle.logits for handle in handles]
+    mx.eval(rows)
+    yield
+    first.commit(6)
+    second.commit(1)
+    for state, kept in ((first, [5, 6]), (second, [8])):
+        owed = kept[len(kept) - state.owed :]
+        rows.append(alone.run(Batch([_chain(state, [10], owed)]))[0].logits)
+    logits = mx.concatenate(rows).astype(mx.float32)
+    mx.eval(logits)
+    yield
+    return logits
+
+
+def _chain(state: SequenceState, tokens: Tokens, owed: Tokens | None = None) -> BatchPart:
+    """Return a pass over these tokens after those that are owed."""
+
+    def begin() -> Tokens:
+        state.append(len(tokens))
+        return owed or []
+
+    return BatchPart(state, len(tokens), begin, tokens)

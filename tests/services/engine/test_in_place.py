@@ -11,9 +11,10 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.engine import traced_forward
-from services.engine.packing import enable_packing, find_table
+from services.engine.packing import enable_packing
 from services.engine.pass_handle import PassQueue
 from services.engine.runner import ModelRunner
+from services.engine.target_model import find_table
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda import kv_rows

@@ -24,10 +24,10 @@ from protocol.messages import (
 from services.drafter.backends.mlx import MlxBackend
 from services.engine import runner
 from services.engine.batch import BatchPart
-from services.engine.packing import supports_packing
 from services.engine.pass_handle import PassQueue, Submission
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import follow
+from services.engine.target_model import supports_packing
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of
 from services.runtime.preparation import run_all

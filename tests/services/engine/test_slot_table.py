@@ -16,10 +16,11 @@ import pytest
 from protocol.process.free_memory import FreeMemory
 from services.engine import slot_table
 from services.engine.batch import BatchPart
-from services.engine.packing import enable_packing, find_table
+from services.engine.packing import enable_packing
 from services.engine.pass_handle import PassQueue
 from services.engine.runner import ModelRunner
 from services.engine.slot_table import SlotTable
+from services.engine.target_model import find_table
 from services.engine.trace import Trace
 from services.kv.cache import KVStore
 from services.mlx.loader import load, windows_of

@@ -7,8 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.engine.packing import enable_packing, find_table
+from services.engine.packing import enable_packing
 from services.engine.slot_table import SlotTable
+from services.engine.target_model import find_table
 from services.kv.cache import KVStore
 from services.mlx import selftest
 from services.mlx.loader import load, windows_of

@@ -23,9 +23,9 @@ from protocol.messages import (
     Verify,
 )
 from services.engine import runner
-from services.engine.packing import enable_packing, find_table
+from services.engine.packing import enable_packing
 from services.engine.prelaunch import Prelauncher
-from services.engine.target_model import TargetModel
+from services.engine.target_model import TargetModel, find_table
 from services.engine.trace import Trace
 from services.engine.traced_forward import TracedForward
 from services.kernels.cuda.host_rows import SentRows, pending

@@ -39,7 +39,7 @@ def as_on_a_gpu(folder: Path) -> MlxBackend:
     """The code path of GPUs, computed here on a CPU."""
     with (
         patch("services.drafter.backends.mlx.kernels", lambda: KERNELS["cuda"]),
-        patch("services.drafter.backends.draft_weights.compute_unit", lambda: "cuda"),
+        patch("services.drafter.backends.draft_weights.kernels", lambda: KERNELS["cuda"]),
     ):
         return MlxBackend(folder, 5)
 

@@ -11,8 +11,13 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
-from services.engine.packing import pack_pass, supports_packing, supports_trees
-from services.engine.target_model import list_improvements, prepare_plain
+from services.engine.packing import pack_pass
+from services.engine.target_model import (
+    list_improvements,
+    prepare_plain,
+    supports_packing,
+    supports_trees,
+)
 from services.kernels.cpu.decoder import fill_only, kernel_of
 from services.kernels.cpu.equip import count_packed_bytes, equip, takes
 from services.kernels.cpu.program import SETS, find_program
