@@ -112,8 +112,9 @@ class CostModel:
         if role == "drafter":
             self.backup_ms = Ema(times.chains.get(1, 0.0), weight=1.0)
         else:
-            self.verify_latency.expect(times.contended or times.chains)
             self.plain_latency.expect(times.chains)
+            uncontended = self.plain_latency if times.contended else None
+            self.verify_latency.expect(times.contended or times.chains, uncontended)
         self._compare_ways()
 
     def switch(self, mode: Mode) -> SpeculationSwitch | None:

@@ -31,15 +31,20 @@ class VerifyLatency:
     def __init__(self) -> None:
         self.expect({})
 
-    def expect(self, passes: Mapping[int, float]) -> None:
+    def expect(
+        self, passes: Mapping[int, float], uncontended: "VerifyLatency | None" = None
+    ) -> None:
         """Start from passes that were timed at load.
 
         Args:
             passes: milliseconds by rows; empty: nothing was timed, and the first pass sets the
                 scale.
+            uncontended: estimates of the same machine without contention: it has one pace.
         """
         self._at_load = dict(sorted(passes.items())) or {1: 1.0}
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
+        if uncontended is not None:
+            self._pace = uncontended._pace
         self._deviations: dict[int, Ema] = {}
         self._cache: dict[int, float] = {}
         self.is_known = bool(passes)
@@ -55,19 +60,17 @@ class VerifyLatency:
         else:
             self._pace.observe(self._pace.value * self._compare(rows, milliseconds))
             deviation = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
-            self._cache = {}
             deviation.observe(deviation.value * self._compare(rows, milliseconds))
         self._cache = {}
         self.is_known = self.is_observed = True
 
     def of(self, rows: int) -> float:
         """Return T_v(rows): measured, interpolated, or extrapolated."""
-        if (milliseconds := self._cache.get(rows)) is None:
+        if (shape_ms := self._cache.get(rows)) is None:
             deviations = {m: ratio.value for m, ratio in self._deviations.items()}
             factor = _interpolate(deviations, rows) if deviations else 1.0
-            milliseconds = self._shape(rows) * self._pace.value * factor
-            self._cache[rows] = milliseconds
-        return milliseconds
+            shape_ms = self._cache[rows] = self._shape(rows) * factor
+        return shape_ms * self._pace.value
 
     def _compare(self, rows: int, milliseconds: float) -> float:
         """Return the ratio of the pass's time to the expected time, within limits."""

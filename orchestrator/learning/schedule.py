@@ -53,7 +53,7 @@ def plan_schedule(
 
     in_turn = choose("in turn", lambda count: alone(count + 1) + count * draft_ms)
     in_parallel = choose("in parallel", in_parallel_ms)
-    best = in_parallel if in_parallel.gain > prefer * in_turn.gain else in_turn
+    best = in_parallel if hits and in_parallel.gain > prefer * in_turn.gain else in_turn
     pays = best.gain >= LEAST_GAIN
     return best if pays else Schedule("plain", 0, 1.0, pass_ms, draft_ms, acceptance)
 

@@ -78,6 +78,32 @@ def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
     assert latency.of(8) == pytest.approx(factor * STEEP[8], rel=0.15)
 
 
+@pytest.mark.parametrize(("contended", "factor"), [({1: 11.0, 8: 33.0}, 2.0), ({}, 1.0)])
+def test_a_busier_machine_is_busier_beside_a_drafter_too(
+    contended: dict[int, float], factor: float
+) -> None:
+    """If both were timed: otherwise drafting in parallel would seem to have become cheap."""
+    estimates = CostModel()
+    estimates.expect_passes(PassTimes(chains=STEEP, contended=contended))
+    before = estimates.verify_latency.of(8)
+    for _ in range(60):
+        for rows in (1, 2, 4, 8):
+            estimates.plain_latency.observe(rows, 2.0 * STEEP[rows])
+    assert estimates.verify_latency.of(8) == pytest.approx(factor * before, rel=0.1)
+    assert estimates.plain_latency.of(8) == pytest.approx(2.0 * STEEP[8], rel=0.1)
+
+
+def test_nothing_is_planned_in_parallel_where_drafts_are_made_in_turn() -> None:
+    """In mode sd, however quick a pass beside the drafter was."""
+    estimates = CostModel()
+    estimates.expect_passes(PassTimes(chains=STEEP, contended={1: 5.0, 8: 9.0}))
+    estimates.on_hello(service("drafter", "small", pass_times=PassTimes(chains={1: 1.0})))
+    for mode, way in (("sd", "in turn"), ("ssd", "in parallel")):
+        planned = estimates.on_new_text(mode)
+        assert planned is not None
+        assert planned.way == way
+
+
 def speed_of(estimates: CostModel) -> float:
     """Tokens per second of speculative rounds."""
     switch = estimates.switch("ssd")
