@@ -132,7 +132,8 @@ class ModelRunner:
         result, features = self._build(batch, row, extra)
         logits = result.logits[0]
         joint = JointChoice(logits) if len(parts) > 1 else None
-        read: Any = cache(row[0].tolist) if batch.ahead else None
+        # The array that has been launched: a part of it would be computed behind this pass.
+        read: Any = cache(batch.tokens.tolist) if batch.ahead and batch.tokens is not None else None
         handles = list[PassHandle]()
         for part, own in zip(parts, rows, strict=True):
             about = {
@@ -173,8 +174,10 @@ class ModelRunner:
         if isinstance(state, BranchingState) and state.is_batched:
             logits = self.model(row.swapaxes(0, 1), cache=state.caches)
             return _Result(logits.swapaxes(0, 1))
-        if table is not None and (seated := self._run_at(table, row, batch, extra)) is not None:
-            return _Result(seated)
+        if table is not None and not batch.place:
+            seated = self._run_at(table, row, batch, extra)
+            if seated is not None:
+                return _Result(seated)
         if len(batch.parts) > 1:
             with pack_pass(batch.states, in_batches=kernels().batches_recurrences) as caches:
                 return _Result(self.model(row, cache=caches, **extra))

@@ -161,7 +161,8 @@ class TracedForward:
         store.widen(shape.slots)
         if not shape.forks:
             return BatchArrays(tokens, mx.array(span.start))
-        tokens = mx.pad(tokens, [(0, 0), (0, shape.rows - span.count)])
+        if more := shape.rows - span.count:
+            tokens = mx.pad(tokens, [(0, 0), (0, more)])
         return BatchArrays(tokens, *span.pad(shape.rows, shape.slots))
 
     def find_slots(self, rows: int, store: KVStore) -> int:
