@@ -117,65 +117,52 @@ def warm_verifier(verifier: Verifier) -> Steps[None]:
 
 
 def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> Steps[PassTimes]:
-    """Time passes after a short text.
+    """Time passes after a short text; the least time of each size counts.
 
     Args:
         verifier: warmed up where passes have to be prepared.
         drafter_idle: as in `Verify`.
     """
     trial = TrialSequence(verifier, drafter_idle=drafter_idle)
-    stopwatch = _Stopwatch(trial)
+    times = PassTimes()
     try:
         while verifier.is_computing:
             yield
         trial.open(_PROMPT)
         trial.verify([])  # a process's first pass takes longer
         yield
-        yield from _measure(stopwatch, verifier)
+        yield from _measure(trial, verifier, times)
     except RuntimeFailure as error:
         # It starts all the same, and its requests fail.
         _log.warning("passes were not measured: %s", error)
     trial.close()
-    chains = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in sorted(stopwatch.chains.items()))
+    chains = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in sorted(times.chains.items()))
     _log.info("passes by their tokens, in ms: %s", chains)
-    return PassTimes(chains=stopwatch.chains, trees=stopwatch.trees)
+    return times
 
 
-def _measure(stopwatch: "_Stopwatch", verifier: Verifier) -> Steps[None]:
-    taken_s = 0.0
-    shapes = [list(range(rows - 1)) for rows in _CHAINS]
-    shapes += [[0] * (rows - 1) for rows in _TREES if verifier.takes_trees]
-    for _ in range(_SWEEPS):
-        for parents in shapes:
-            if len(parents) > verifier.max_draft_tokens or stopwatch.is_too_dear(1 + len(parents)):
-                continue
-            if stopwatch.chains and taken_s >= _BUDGET_S:
-                return
-            while verifier.is_computing:
-                yield
-            began = time.monotonic()
-            stopwatch.time(parents)
-            taken_s += time.monotonic() - began
-            yield
-
-
-class _Stopwatch:
-    def __init__(self, trial: TrialSequence) -> None:
-        self._trial = trial
-        self.chains: dict[int, float] = {}
-        """Rows of a chain -> least time in milliseconds."""
-        self.trees: dict[int, float] = {}
-        """Rows of a tree -> least time in milliseconds."""
-
-    def time(self, parents: Parents) -> None:
-        """Verify tokens of this shape, and record the time."""
-        least = self.chains if parents == list(range(len(parents))) else self.trees
+def _measure(trial: TrialSequence, verifier: Verifier, times: PassTimes) -> Steps[None]:
+    """Time chains and trees, a few times each."""
+    taken_s, chains = 0.0, times.chains
+    shapes = [(chains, list(range(rows - 1))) for rows in _CHAINS]
+    shapes += [(times.trees, [0] * (rows - 1)) for rows in _TREES if verifier.takes_trees]
+    for least, parents in shapes * _SWEEPS:
         rows = 1 + len(parents)
+        if len(parents) > verifier.max_draft_tokens or _is_too_dear(chains, rows):
+            continue
+        if chains and taken_s >= _BUDGET_S:
+            return
+        while verifier.is_computing:
+            yield
+        began = time.monotonic()
         # Plain decoding goes on without being asked, which may be much faster.
-        taken_ms = self._trial.verify(parents, granted=_RUN if rows == 1 else 0)
+        taken_ms = trial.verify(parents, granted=_RUN if rows == 1 else 0)
         least[rows] = min(least.get(rows, taken_ms), taken_ms)
+        taken_s += time.monotonic() - began
+        yield
 
-    def is_too_dear(self, rows: int) -> bool:
-        """Return True if this many rows cost too much to be verified, given fewer rows' times."""
-        dear = (ms for m, ms in self.chains.items() if rows > m >= _MANY)
-        return any(ms > _DEAR * self.chains[1] for ms in dear)
+
+def _is_too_dear(chains: dict[int, float], rows: int) -> bool:
+    """Return True if this many rows cost too much to be verified, given fewer rows' times."""
+    dear = (ms for fewer, ms in chains.items() if rows > fewer >= _MANY)
+    return any(ms > _DEAR * chains[1] for ms in dear)
