@@ -125,8 +125,10 @@ class _Preparing:
 
     def step(self, *, is_open: bool) -> bool:
         """Run a step if no message comes; False if there is none to run now."""
+        if self._preparer.is_complete:
+            return False
         may_go = self._preparer.goes_on_between_rounds and time.monotonic() >= self._busy_until
-        if self._preparer.is_complete or (is_open and not may_go):
+        if is_open and not may_go:
             return False
         if is_open:
             self._run(_APART_S)

@@ -102,8 +102,11 @@ class WorkQueue:
 
     def next(self) -> Job:
         """Return the next job; the queue must not be empty."""
-        heads = [line[0] for line in self._lines.values()]
-        return next((job for job in heads if job.answers is None), heads[0])
+        lines = self._lines.values()
+        for line in lines:
+            if line[0].answers is None:
+                return line[0]
+        return next(iter(lines))[0]
 
     def rotate(self, job: Job) -> None:
         """Move the job to the end of the queue after a step."""
