@@ -2,7 +2,7 @@
 
 from launch.models.recommendation import say_schedule
 from launch.terminal.statistics import describe_age, is_comparable
-from protocol.messages import Mode, Schedule, Statistics
+from protocol.messages import Mode, Statistics
 
 _MOSTLY = 0.5
 _BASELINE_ROUNDS = 8
@@ -18,14 +18,14 @@ def explanation(mode: Mode, s: Statistics) -> str:
     if undrafted > _MOSTLY * s.rounds:
         text = "There was no drafter for most of the answer, so the target decoded plainly."
         return " ".join(filter(None, [text + _describe_lookups(s), layers]))
-    sentences = [_describe_plan(s.planned), _what(s), _why(s), _how_well(s), layers]
+    sentences = [_describe_plan(s), _what(s), _why(s), _how_well(s), layers]
     return " ".join(filter(None, sentences))
 
 
-def _describe_plan(planned: Schedule | None) -> str:
+def _describe_plan(s: Statistics) -> str:
     """Describe what the planner expected before the first round, and why."""
-    if planned is None:
-        return "Nothing was planned: passes or drafts had not been timed."
+    if (planned := s.planned) is None:
+        return "Nothing was planned: passes had not been timed." if s.drafter else ""
     passes = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in planned.pass_ms.items())
     reasons = f"passes by their tokens {passes} ms, a drafted token {planned.draft_ms:.1f}"
     return f"Planned: {say_schedule(planned)} ({reasons}, acceptance {planned.acceptance:.2f})."

@@ -79,15 +79,14 @@ def test_what_was_planned_comes_first() -> None:
         "Planned: drafts of 4 in turn, 1.98 times plain decoding (passes by their tokens 1: 37.0, "
         "4: 39.0 ms, a drafted token 3.0, acceptance 0.85). 40 of 60 rounds"
     )
-    assert explanation("ssd", SPECULATIVE).startswith("Nothing was planned")
+    unplanned = msgspec.structs.replace(SPECULATIVE, drafter="mlx small")
+    assert explanation("ssd", unplanned).startswith("Nothing was planned")
+    assert explanation("ssd", SPECULATIVE).startswith("40 of 60")
 
 
 def test_a_useless_drafter_is_described() -> None:
     """Rounds without a draft are not called speculative, and nothing is divided by zero."""
     useless = statistics(rounds=15, fallbacks={"plain": 14}, tok_s=9.0)
     text = explanation("ssd", useless)
-    assert (
-        " had not been timed. No draft was verified in 15 rounds: in 14 of them none was ready"
-        in text
-    )
+    assert text.startswith("No draft was verified in 15 rounds: in 14 of them none was ready")
     assert "speculative" not in text
