@@ -50,6 +50,16 @@ def plain(stack: RunningStack) -> dict[str, Tokens]:
     }
 
 
+def test_the_first_answer_is_planned_from_times_at_load(stack: RunningStack) -> None:
+    """Both models were timed before anything was drafted."""
+    eventually(lambda: stack.client.status().is_prepared, "it is prepared")
+    statistics = stack.answer(PROMPT, mode="ssd", max_tokens=1).statistics
+    assert not statistics.drafted
+    assert statistics.planned is not None
+    assert statistics.planned.draft_ms > 0.0
+    assert statistics.planned.pass_ms[1] > 0.0
+
+
 @pytest.mark.parametrize("law", SAMPLINGS)
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_speculation_changes_no_token(
