@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
+from services.engine.batch import Shape
 from services.engine.trace import prefill
 from services.engine.traced_forward import (
     MOST_ROWS,
@@ -75,13 +76,13 @@ def trace_if_faster(
     traced.singles = Singles(awaited=alone, ahead=ahead)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
-            traced.prepare(rows, slots, new_store)
+            traced.prepare(Shape(rows, slots), new_store)
             yield
     if takes_trees and (yield from _is_worth_it(model, traced, new_store, place_tree, "trees")):
         traced.tree_rows = drop_slow((yield from _time_trees(model, traced, new_store)))
         for slots in TRACED_SLOTS:
             for rows in traced.tree_rows:
-                traced.prepare_tree(rows, slots, new_store)
+                traced.prepare(Shape(rows, slots, forks=True), new_store)
                 yield
     return traced
 

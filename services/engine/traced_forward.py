@@ -115,22 +115,15 @@ class TracedForward:
         later = self._traces_later and shape.slots > longest.slots and longest in self.shapes
         return later or shape in self.shapes
 
-    def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
-        """Trace chains of this shape, and compute one."""
+    def prepare(self, shape: Shape, new_store: Callable[[], KVStore]) -> None:
+        """Trace chains or trees of this shape, and compute one."""
         store = prefill(self._trace.model, new_store, _PROMPT)
-        store.widen(slots)
-        store.chain(rows)
-        mx.eval(self(mx.arange(1, 1 + rows)[None], store))
-        self.shapes.add(Shape(rows, slots, forks=False))
-
-    def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
-        """Trace trees that are padded to `rows` rows, and compute one."""
-        store = prefill(self._trace.model, new_store, _PROMPT)
-        store.widen(slots)
-        tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
+        store.widen(shape.slots)
+        parents = [0] * (shape.rows - 1) if shape.forks else []
+        tree = read_tree(list(range(1, 1 + shape.rows)), parents)
         store.append_tree(tree)
         mx.eval(self(mx.array(tree.tokens)[None], store))
-        self.shapes.add(Shape(rows, slots, forks=True))
+        self.shapes.add(shape)
 
     def can_trace(self, store: KVStore) -> bool:
         """Return True if the store's current pass is a chain or a tree in plain slots."""

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.decoding.token_tree import read_tree
 from services.engine import traced_forward
-from services.engine.batch import Batch, BatchArrays, BatchPart, round_to_traced
+from services.engine.batch import Batch, BatchArrays, BatchPart, Shape, round_to_traced
 from services.engine.packing import enable_packing
 from services.engine.runner import ModelRunner
 from services.engine.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
@@ -113,7 +113,7 @@ def test_a_tree_is_replayed_right_wherever_it_is(model: Any, name: str) -> None:
 def test_trees_are_served_by_the_sizes_that_were_traced(model: Any) -> None:
     """Smaller ones are padded; another size, or a buffer that would have to grow, is not."""
     traced = TracedForward(model)
-    traced.prepare_tree(8, 256, stores_of(model))
+    traced.prepare(Shape(8, 256, forks=True), stores_of(model))
     for length, name, served in [(9, "six", True), (9, "two", False), (250, "six", False)]:
         store = prefill(model, length)
         store.append_tree(TREES[name])
@@ -164,7 +164,7 @@ def test_a_long_chain_goes_as_a_tree(model: Any, rows: int) -> None:
             store.trim(length + rows - 2)
         _assert_same(model, traced, own, other)
     size = next(size for size in TREE_ROWS if size >= rows)
-    traced.prepare_tree(size, 256, stores_of(model))
+    traced.prepare(Shape(size, 256, forks=True), stores_of(model))
     store = prefill(model, 9)
     store.chain(rows)
     assert traced.serves(store)
@@ -185,7 +185,7 @@ def test_a_tree_goes_in_the_next_size_that_is_in_use(model: Any) -> None:
 
 def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
     traced = TracedForward(model)
-    traced.prepare(3, 256, stores_of(model))
+    traced.prepare(Shape(3, 256), stores_of(model))
     short, long = prefill(model, 40), prefill(model, 254)
     for store in (short, long):
         store.chain(3)
@@ -203,7 +203,7 @@ def test_a_longer_text_is_traced_when_it_comes(
     """Where our kernels serve, whose shapes cost little; in buffers of few sizes."""
     monkeypatch.setattr(traced_forward, "serves_any_length", lambda _: later)
     traced = TracedForward(model)
-    traced.prepare(3, 1024, stores_of(model))
+    traced.prepare(Shape(3, 1024), stores_of(model))
     own, other = prefill(model, 1281), prefill(model, 1281)
     other.append_tree(read_tree([5, 6, 7, 8], [0, 0, 0]))
     assert not traced.serves(other)  # trees were not tried, or failed
@@ -278,7 +278,7 @@ def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPa
 
 def test_the_runner_runs_single_sequences_by_it(model: Any) -> None:
     traced, plain = TracedForward(model), ModelRunner(model)
-    traced.prepare(3, 256, stores_of(model))
+    traced.prepare(Shape(3, 256), stores_of(model))
     replaying, logits = ModelRunner(model, traced), []
     for one in (replaying, plain):
         store = prefill(model, 6)

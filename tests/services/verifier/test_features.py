@@ -23,6 +23,7 @@ from protocol.messages import (
     Verify,
 )
 from services.engine import runner
+from services.engine.batch import Shape
 from services.engine.packing import enable_packing
 from services.engine.prelaunch import Prelauncher
 from services.engine.target_model import TargetModel, find_table
@@ -66,8 +67,8 @@ def replaying_verifier() -> Verifier:
 
     traced = TracedForward(model)
     for rows in (1, 3):
-        traced.prepare(rows, 256, make)
-    traced.prepare_tree(8, 256, make)
+        traced.prepare(Shape(rows, 256), make)
+    traced.prepare(Shape(8, 256, forks=True), make)
     table = run_all(find_table(model, states.make, attend_gathered))
     assert table is not None
     table._traced = Trace(model, attend=attend_gathered)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
-from services.engine import prelaunch
+from services.engine import batch, prelaunch
 from services.engine.pass_handle import PassHandle
 from services.engine.prelaunch import Prelauncher, choose_rows
 from services.engine.runner import ModelRunner
@@ -45,7 +45,7 @@ def _traced() -> tuple[Verifier, TracedForward]:
     store = verifier.new_state()
     assert isinstance(store, KVStore)
     for rows in TREE_ROWS:
-        traced.prepare_tree(rows, 256, lambda: store.fork(0))
+        traced.prepare(batch.Shape(rows, 256, forks=True), lambda: store.fork(0))
     return verifier, traced
 
 
