@@ -160,6 +160,8 @@ class Rows:
         self._all = torch.arange(count, device=device)
         self._turn = torch.tensor(template.turn, device=device)
         self._stops = torch.tensor(template.stops, device=device)
+        ends = [*template.stops, template.turn[0], *template.opening[:1]]
+        self._user_stops = torch.tensor(ends, device=device)
         self._graph: Any = None
         self.rows: list[Row | None] = [None] * count
 
@@ -189,7 +191,7 @@ class Rows:
         phase, following = self._phase, self._place + 1
         stops = (chosen[:, None] == self._stops).any(-1)
         over = following >= self._user_ends
-        ends = inventing & (stops | (chosen == self._turn[0]) | over)
+        ends = inventing & ((chosen[:, None] == self._user_stops).any(-1) | over)
         in_turn = (phase > 0) & (phase < self._answering)
         answering = phase == self._answering
         turned = self._turn[phase.clamp(max=self._answering - 1)]
