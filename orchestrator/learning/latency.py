@@ -39,12 +39,11 @@ class VerifyLatency:
         Args:
             passes: milliseconds by rows; empty: nothing was timed, and the first pass sets the
                 scale.
-            uncontended: estimates of the same machine without contention: it has one pace.
+            uncontended: estimates of the same machine without contention, which is no slower.
         """
         self._at_load = dict(sorted(passes.items())) or {1: 1.0}
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
-        if uncontended is not None:
-            self._pace = uncontended._pace
+        self._uncontended = uncontended
         self._deviations: dict[int, Ema] = {}
         self._cache: dict[int, float] = {}
         self.is_known = bool(passes)
@@ -58,7 +57,7 @@ class VerifyLatency:
         if not self.is_known:
             self._pace.observe(milliseconds / self.of(rows))
         else:
-            self._pace.observe(self._pace.value * self._compare(rows, milliseconds))
+            self._pace.observe(self.pace * self._compare(rows, milliseconds))
             deviation = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
             deviation.observe(deviation.value * self._compare(rows, milliseconds))
         self._cache = {}
@@ -70,7 +69,13 @@ class VerifyLatency:
             deviations = {m: ratio.value for m, ratio in self._deviations.items()}
             factor = _interpolate(deviations, rows) if deviations else 1.0
             shape_ms = self._cache[rows] = self._shape(rows) * factor
-        return shape_ms * self._pace.value
+        return shape_ms * self.pace
+
+    @property
+    def pace(self) -> float:
+        """Time of passes relative to that at load."""
+        least = 0.0 if self._uncontended is None else self._uncontended.pace
+        return max(self._pace.value, least)
 
     def _compare(self, rows: int, milliseconds: float) -> float:
         """Return the ratio of the pass's time to the expected time, within limits."""

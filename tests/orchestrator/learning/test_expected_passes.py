@@ -93,6 +93,16 @@ def test_a_busier_machine_is_busier_beside_a_drafter_too(
     assert estimates.plain_latency.of(8) == pytest.approx(2.0 * STEEP[8], rel=0.1)
 
 
+def test_contention_is_no_busier_machine() -> None:
+    """Passes beside a drafter that are slower than at load say nothing of those without it."""
+    estimates = CostModel()
+    estimates.expect_passes(PassTimes(chains=STEEP, contended=STEEP))
+    for _ in range(20):
+        estimates.verify_latency.observe(4, 1.4 * STEEP[4])
+    assert estimates.verify_latency.of(4) == pytest.approx(1.4 * STEEP[4], rel=0.1)
+    assert estimates.plain_latency.of(4) == STEEP[4]
+
+
 def test_nothing_is_planned_in_parallel_where_drafts_are_made_in_turn() -> None:
     """In mode sd, however quick a pass beside the drafter was."""
     estimates = CostModel()
