@@ -52,7 +52,3 @@ class DiscountedRatio:
         """Add a pair; earlier ones keep the share `fade` of their weight."""
         self.part = fade * self.part + part
         self.whole = fade * self.whole + whole
-
-    def scale(self, weight: float) -> "DiscountedRatio":
-        """Return the same ratio with another weight."""
-        return DiscountedRatio(weight * self.part, weight * self.whole)

@@ -95,7 +95,7 @@ class SpeculationSwitch:
                 self._lead = max(-_MOST, min(self._lead + gain, _MOST))
             self._left -= 1
             if self._left <= -_APART:
-                self._plain = self._plain.scale(1.0 - FADE)  # the machine may have changed
+                self._plain = DiscountedRatio()  # the machine may have changed
                 self._left = _ROUNDS
         else:
             earned = self._start if self._is_trusted else self.credit + _EARNED * tokens
