@@ -165,12 +165,12 @@ def test_a_drafters_hello_has_the_time_of_its_drafts(monkeypatch: pytest.MonkeyP
         hellos.append(_hello(identity, done))
 
     monkeypatch.setattr(main, "serve", shake)
-    folder = str(tiny_folder("llama"))
+    backend, folder = MlxBackend(tiny_folder("llama"), 512), str(tiny_folder("llama"))
     address = "ipc:///tmp/nobody"
-    main.run(DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder))
+    main._serve(DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder), backend)
     [hello] = hellos
     assert hello.pass_times.chains[1] > 0.0
     assert hello.preparation.stage == "grammars"
-    assert _identify(MlxBackend(tiny_folder("llama"), 512)).pass_times.chains[1] > 0.0
+    assert _identify(backend).pass_times.chains[1] > 0.0
     peer: Any = SimpleNamespace(backend="remote", name="a server")
     assert relay._identity(hello, peer).pass_times == hello.pass_times
