@@ -35,7 +35,7 @@ from services.drafter.server.main import _identify
 from services.kernels.register import KERNELS
 from services.mlx.loader import load
 from services.runtime.loop import Identity, _hello
-from services.runtime.preparation import Preparer, run_all
+from services.runtime.preparation import Preparer, Stage, run_all
 from services.verifier.pass_times import warm_verifier
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
@@ -167,7 +167,10 @@ def test_a_drafters_hello_has_the_time_of_its_drafts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(main, "serve", shake)
     backend, folder = MlxBackend(tiny_folder("llama"), 512), str(tiny_folder("llama"))
     address = "ipc:///tmp/nobody"
-    main._serve(DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder), backend)
+    settings = DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder)
+    main._serve(settings, backend, [Stage("traces", backend.trace)])
+    assert hellos.pop().preparation.total == 4  # with traces, drafts are timed again
+    main._serve(settings, backend)
     [hello] = hellos
     assert hello.pass_times.chains[1] > 0.0
     assert hello.preparation.stage == "grammars"
