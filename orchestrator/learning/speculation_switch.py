@@ -1,10 +1,11 @@
 """The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
-Plain decoding is measured first. A text starts with a token of credit, and with half while the
-pair has lost more than it gained. Speculative rounds add their gain over plain decoding, or take
-their loss, and the planner risks no more than is left. Without credit the target decodes plainly,
-which earns the next trial; a single round may lose more than there was, and is forgiven the rest.
-An answer loses little more than the credit that it started with.
+Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
+without an accepted draft cost, and with half a token while the pair has lost more than it gained.
+Speculative rounds add their gain over plain decoding, or take their loss, and the planner risks no
+more than is left; a single round may lose more, and is forgiven the rest. Without credit the target
+decodes plainly, which earns the next trial. An answer loses little more than the credit that it
+started with.
 """
 
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class SpeculationSwitch:
             now: end of the round, in seconds of a monotonic clock.
         """
         least_loss = least_loss_ms * self._plain.value
-        self._start = max(_START, _TRIED * least_loss)
+        self._start = min(max(_START, _TRIED * least_loss), _MOST)
         if speculating:
             self._is_trusted = False
             self._speculative.observe(tokens, milliseconds, fade=FADE)

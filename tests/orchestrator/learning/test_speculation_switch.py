@@ -108,6 +108,14 @@ def test_a_round_that_loses_more_than_the_credit_is_forgiven() -> None:
     assert run(pace, 3, 65.0) < 1.0
 
 
+def test_no_text_starts_with_more_than_can_be_gained() -> None:
+    """Where a round costs four tokens; the first speculative one would cut the rest anyway."""
+    pace = begin()
+    for _ in range(3):
+        pace.observe(1, 50.0, 200.0, speculating=False)
+    assert pace.credit == 6.0
+
+
 def test_text_that_becomes_easy_is_noticed() -> None:
     """A trial after a pause can bring speculation back, whatever was before."""
     pace = begin()

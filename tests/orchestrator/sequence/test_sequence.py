@@ -746,6 +746,16 @@ def test_a_pause_is_a_free_run_until_something_better_comes() -> None:
     assert revoked(stack) > 0
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_an_answer_without_drafts_runs_freely_from_its_first_token(mode: Mode) -> None:
+    """Plain decoding is measured first: nothing is to come that its second token could wait for."""
+    limits = Limits(20, frozenset(), 0)
+    plan: Any = {"mode": mode, "target": Target(3), "prompt": [1, 2], "limits": limits}
+    stack = started(estimates=CostModel(), **plan)
+    assert granted(stack)[0][1] > 0
+    stack.calm().assert_plain()
+
+
 @given(PLANS, st.integers(0, 255))
 def test_the_verifier_knows_whether_a_draft_is_prepared_meanwhile(
     plan: dict[str, Any], salt: int

@@ -24,7 +24,7 @@ from protocol.messages import (
 from services.drafter.backends.mlx import MlxBackend
 from services.engine import runner
 from services.engine.batch import BatchPart
-from services.engine.pass_handle import PassQueue, Submission
+from services.engine.pass_handle import AheadPass, PassQueue, Submission
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import follow
 from services.engine.target_model import supports_packing
@@ -253,6 +253,17 @@ def test_a_pass_that_would_be_one_graph_is_launched_in_pieces(
     queue.result(model.submit(queue, store, [5, 9, 3]))
     queue.runner.run(follow(mx.array([1]), [store]))
     assert started == ([len(store.caches)] if one_graph else [])
+
+
+def test_tokens_chosen_ahead_are_read_without_the_pass_over_them() -> None:
+    """From the array that was launched before: a part of it would be computed behind the pass."""
+    model = Model()
+    batch = follow(mx.array([1]), [model.store()])
+    [handle] = ModelRunner(model).run(batch)
+    assert isinstance(handle, AheadPass)
+    read: Any = handle.read
+    assert read.__wrapped__.__self__ is batch.tokens
+    assert handle.read() == [1]
 
 
 def test_what_is_withdrawn_is_not_computed() -> None:
