@@ -42,9 +42,9 @@ CpuActivations = Literal["int8", "float"]
 as in llama.cpp; float: as in mlx-lm, which is slower.
 """
 
-DraftWeights = Literal["auto", "int8", "float"]
-"""Weights of an MLX drafter. int8: bytes, which are read faster and draft almost as well; float:
-the weights as loaded. `auto`: int8 on a CPU.
+DraftWeights = Literal["auto", "int8", "int4", "float"]
+"""Weights of an MLX drafter. int8, int4: rounded to eight or four bits, which are read faster and
+draft almost as well; float: as loaded. `auto`: on a CPU int8, of large drafters int4.
 """
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]

@@ -1,4 +1,4 @@
-"""The weights a drafter multiplies with: unchanged, or rounded to bytes.
+"""The weights a drafter multiplies with: unchanged, or rounded to eight or four bits.
 
 A draft of few tokens at a time costs what reading the weights costs. A drafter may round: its
 drafts are verified. On a CPU our kernels multiply bytes; elsewhere MLX's own quantisation is used.
@@ -16,27 +16,48 @@ from services.mlx.rope import use_tables
 _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
+_BITS = {"int8": 8, "int4": 4}
+_MANY = 200_000_000
+"""Weights of more than four bits that are rounded to four by `auto`.
+
+For the 0.5B of Qwen2.5-Coder that halves T_d and costs no acceptance; a small drafter made for its
+target loses more acceptance than it gains time (docs/lab/real-models.md).
+"""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
     """Use these weights in the model; its results change by rounding."""
     if kernels().on_gpu:
-        if weights == "int8":
-            quantise_linears(model)
+        if weights in _BITS:
+            quantise_linears(model, _BITS[weights])
         return
-    rounds = weights != "float"
-    if not equip(model, rounds=rounds, eight_bits=rounds):
-        if weights == "int8":
+    chosen = weights
+    if weights == "auto":
+        chosen = "int4" if _count_wide_weights(model) > _MANY else "int8"
+    bits = _BITS.get(chosen, 0)
+    if not equip(model, rounds=bool(bits), bits=bits):
+        if weights in _BITS:
             _log.warning("the drafter multiplies with floats: only our CPU kernels read bytes")
         use_tables(model)
 
 
-def quantise_linears(model: nn.Module) -> None:
-    """Replace the linear layers by 8-bit ones, where their size permits."""
+def _count_wide_weights(model: nn.Module) -> int:
+    """Return how many weights of linear layers have more than four bits."""
+    count = 0
+    for _, layer in model.named_modules():
+        if type(layer) is nn.Linear:
+            count += layer.weight.size
+        elif type(layer) is nn.QuantizedLinear and layer.bits > _BITS["int4"]:
+            count += layer.weight.size * 32 // layer.bits
+    return count
+
+
+def quantise_linears(model: nn.Module, bits: int) -> None:
+    """Replace the linear layers by ones of 8 or 4 bits, where their size permits."""
     nn.quantize(
         model,
         group_size=_GROUP_SIZE,
-        bits=8,
+        bits=bits,
         class_predicate=lambda _, layer: (
             type(layer) is nn.Linear and layer.weight.shape[1] % _GROUP_SIZE == 0
         ),

@@ -23,6 +23,7 @@ from services.kernels.cpu.packing import (
     PackedMatrix,
     check,
     pack,
+    quantise,
     weights_of,
 )
 from services.kernels.cpu.program import find_program, name_of
@@ -31,21 +32,19 @@ from services.mlx.rope import is_steady, use_tables
 
 _log = logging.getLogger(__name__)
 
-_ROUNDED_GROUP = 32
-
 
 def takes(model: Any) -> bool:
     """Return True if the kernels can run this model: a decoder of a known family."""
     return find_program() is not None and _why_not(model) is None
 
 
-def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
+def equip(model: Any, *, rounds: bool = True, bits: int = 0) -> bool:
     """Pack a model's weights in strips, freeing its MLX arrays layer by layer.
 
     Args:
         model: an mlx-lm model, its weights as in the file.
         rounds: round activations to bytes where weights are quantised.
-        eight_bits: quantise float weights to eight bits.
+        bits: if not 0, quantise weights of more bits than these, 4 or 8.
 
     Returns:
         Whether the kernels compute with it.
@@ -56,7 +55,7 @@ def equip(model: Any, *, rounds: bool = True, eight_bits: bool = False) -> bool:
         _log.info("this model is computed by MLX: %s", reason)
         return False
     use_tables(model)
-    packer = _Packer(program, rounds=rounds, eight_bits=eight_bits)
+    packer = _Packer(program, rounds=rounds, bits=bits)
     family = kind_of(model)
     packer.pack(model, family)
     model.update(tree_map(_to_float32, model.parameters()))
@@ -114,8 +113,8 @@ def _table_of(embedding: Any) -> Any:
 class _Packer:
     """Replaces the layers of a model by packed ones."""
 
-    def __init__(self, program: ctypes.c_void_p, *, rounds: bool, eight_bits: bool) -> None:
-        self._program, self._rounds, self._eight_bits = program, rounds, eight_bits
+    def __init__(self, program: ctypes.c_void_p, *, rounds: bool, bits: int) -> None:
+        self._program, self._rounds, self._bits = program, rounds, bits
         self.nbytes = 0
 
     def pack(self, model: Any, family: BlockKind) -> None:
@@ -147,19 +146,8 @@ class _Packer:
         return PackedEmbedding(table, head, self._program, rounds=self._rounds)
 
     def _pack(self, weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
-        if self._eight_bits:
-            weights = _round_to_bytes(weights)
+        if self._bits:
+            weights = quantise(weights, self._bits)
         packed = pack(weights, bias)
         self.nbytes += packed.nbytes
         return packed
-
-
-def _round_to_bytes(weights: MlxWeights) -> MlxWeights:
-    """Quantise floats to eight bits; keep NaN and infinity, so that requests report them."""
-    if weights.scales is not None or weights.weight.shape[1] % _ROUNDED_GROUP:
-        return weights
-    floats = weights.weight.astype(mx.float32)
-    if not mx.all(mx.isfinite(floats)).item():
-        return weights
-    codes, scales, biases = mx.quantize(floats, group_size=_ROUNDED_GROUP, bits=8)
-    return MlxWeights(codes, scales, biases, 8, _ROUNDED_GROUP)

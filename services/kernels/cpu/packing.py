@@ -25,6 +25,10 @@ _SHARING_GROUP, _SHARED_INPUTS = 32, 256
 
 A scale is the product of its own byte and a half-precision factor that eight groups share.
 """
+_ROUNDED_GROUP = 32
+_ROUNDED_ROWS = 1 << 14
+"""Rows that are quantised at once: all of a large vocabulary would be half a gigabyte of floats."""
+_LARGEST_HALF = 65504.0
 _HUGE = 1 << 21
 """Size of a huge page."""
 
@@ -74,6 +78,33 @@ def weights_of(layer: Any) -> MlxWeights:
     if type(layer) in {nn.Linear, nn.Embedding}:
         return MlxWeights(layer.weight)
     raise Unfit(f"a layer is a {type(layer).__name__}")
+
+
+def quantise(weights: MlxWeights, bits: int) -> MlxWeights:
+    """Round weights of more bits to `bits`, 4 or 8, with a scale and a bias for 32 inputs.
+
+    Unfit sizes are returned as they are, and so are NaN and infinity: requests report them.
+    """
+    matrix = check(weights)
+    if (weights.scales is not None and weights.bits <= bits) or matrix.inputs % _ROUNDED_GROUP:
+        return weights
+    pieces = []
+    for first in range(0, matrix.outputs, _ROUNDED_ROWS):
+        floats = _to_floats(weights.cut(first, first + _ROUNDED_ROWS))
+        if not mx.all(mx.abs(floats) < _LARGEST_HALF).item():
+            return weights
+        codes, *factors = mx.quantize(floats, group_size=_ROUNDED_GROUP, bits=bits)
+        pieces.append([codes, *(factor.astype(mx.float16) for factor in factors)])
+        mx.eval(pieces[-1])
+    codes, scales, biases = (mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True))
+    return MlxWeights(codes, scales, biases, bits, _ROUNDED_GROUP)
+
+
+def _to_floats(weights: MlxWeights) -> mx.array:
+    codes, scales, biases, bits, group = weights
+    if scales is None:
+        return codes.astype(mx.float32)
+    return mx.dequantize(codes, scales, biases, group, bits).astype(mx.float32)
 
 
 def count_bytes(matrix: MatrixStruct) -> int:

@@ -1,9 +1,10 @@
-"""A drafter's weights as bytes: close to its floats, and only where they are asked for."""
+"""A drafter's weights in few bits: close to its floats, and only where they are asked for."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from protocol.settings import DraftWeights
 from services.drafter.backends import draft_weights
 from services.drafter.backends.draft_weights import quantise_linears, use_weights
 from services.kernels.register import KERNELS
@@ -45,16 +46,44 @@ def test_floats_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mx.array_equal(old, new)
 
 
-def test_on_a_gpu_linear_layers_become_8_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4)])
+def test_on_a_gpu_linear_layers_are_quantised(
+    monkeypatch: pytest.MonkeyPatch, weights: DraftWeights, bits: int
+) -> None:
     """By MLX's own quantisation, where their size allows it."""
     monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["metal"])
     model = _Tied()
     before = outputs(model, 4)
-    use_weights(model, "int8")
+    use_weights(model, weights)
     assert isinstance(model.model.layer, nn.QuantizedLinear)
+    assert model.model.layer.bits == bits
     assert type(model.model.small) is nn.Linear
     after = outputs(model, 4)
-    assert 0.0 < mx.abs(before[0] - after[0]).max().item() < 0.02 * mx.abs(before[0]).max().item()
+    assert (
+        0.0
+        < mx.abs(before[0] - after[0]).max().item()
+        < 6 / 2**bits * mx.abs(before[0]).max().item()
+    )
+
+
+@pytest.mark.parametrize(("many", "bits"), [(0, 4), (10**9, 8)])
+def test_large_drafters_have_four_bits_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, many: int, bits: int
+) -> None:
+    """By the number of weights; whatever they are in the file."""
+    asked: list[int] = []
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cpu"])
+    monkeypatch.setattr(draft_weights, "_MANY", many)
+    monkeypatch.setattr(
+        draft_weights, "equip", lambda _, *, rounds, bits: asked.append(bits) or rounds
+    )
+    for stored in (0, 8, 4):
+        model = _Tied()
+        if stored:
+            quantise_linears(model, stored)
+        model.model.small = nn.Identity()
+        use_weights(model, "auto")
+    assert asked == [bits, bits, 8]
 
 
 def test_models_that_the_kernels_do_not_know_draft_with_floats(
@@ -71,5 +100,5 @@ def test_models_that_the_kernels_do_not_know_draft_with_floats(
 def test_quantising_leaves_other_layers() -> None:
     """Embeddings look tokens up, and are no product."""
     model = _Tied()
-    quantise_linears(model)
+    quantise_linears(model, 8)
     assert type(model.model.embed_tokens) is nn.Embedding

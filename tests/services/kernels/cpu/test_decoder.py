@@ -153,6 +153,13 @@ def test_weights_take_what_they_take_in_the_file() -> None:
     assert count_packed_bytes(module) < 1.3 * stored
 
 
+def test_fewer_bits_stay() -> None:
+    """As in the file: rounding four bits to eight would only make them larger."""
+    module = load(tiny_folder("quantized"), as_stored=takes).module
+    assert equip(module, bits=8)
+    assert count_packed_bytes(module) == count_packed_bytes(model("quantized"))
+
+
 @pytest.mark.parametrize("family", ["dynamic", "gemma4", "moe"])
 def test_other_families_stay_with_mlx(family: str) -> None:
     """Their weights are floats, as before."""
@@ -177,7 +184,7 @@ def test_weights_that_are_no_numbers_end_with_a_sentence(bad: float, tmp_path: P
         mx.eval(weights)
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         module = load(folder, as_stored=takes).module
-        assert equip(module)
+        assert equip(module, bits=8)
         rows = mx.array(logits(module, begun(module), ROWS[:2]))
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
             with pytest.raises(NotNumbers, match="NaN or infinite"):
