@@ -23,7 +23,6 @@ from services.kernels.cpu.packing import (
     PackedMatrix,
     check,
     pack,
-    quantise,
     weights_of,
 )
 from services.kernels.cpu.program import find_program, name_of
@@ -146,8 +145,6 @@ class _Packer:
         return PackedEmbedding(table, head, self._program, rounds=self._rounds)
 
     def _pack(self, weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
-        if self._bits:
-            weights = quantise(weights, self._bits)
-        packed = pack(weights, bias)
+        packed = pack(weights, bias, self._bits)
         self.nbytes += packed.nbytes
         return packed

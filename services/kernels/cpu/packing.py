@@ -25,10 +25,7 @@ _SHARING_GROUP, _SHARED_INPUTS = 32, 256
 
 A scale is the product of its own byte and a half-precision factor that eight groups share.
 """
-_ROUNDED_GROUP = 32
-_ROUNDED_ROWS = 1 << 14
-"""Rows that are quantised at once: all of a large vocabulary would be half a gigabyte of floats."""
-_LARGEST_HALF = 65504.0
+_ROUNDED_GROUP, _FLOAT_BITS = 32, 16
 _HUGE = 1 << 21
 """Size of a huge page."""
 
@@ -80,33 +77,6 @@ def weights_of(layer: Any) -> MlxWeights:
     raise Unfit(f"a layer is a {type(layer).__name__}")
 
 
-def quantise(weights: MlxWeights, bits: int) -> MlxWeights:
-    """Round weights of more bits to `bits`, 4 or 8, with a scale and a bias for 32 inputs.
-
-    Unfit sizes are returned as they are, and so are NaN and infinity: requests report them.
-    """
-    matrix = check(weights)
-    if (weights.scales is not None and weights.bits <= bits) or matrix.inputs % _ROUNDED_GROUP:
-        return weights
-    pieces = []
-    for first in range(0, matrix.outputs, _ROUNDED_ROWS):
-        floats = _to_floats(weights.cut(first, first + _ROUNDED_ROWS))
-        if not mx.all(mx.abs(floats) < _LARGEST_HALF).item():
-            return weights
-        codes, *factors = mx.quantize(floats, group_size=_ROUNDED_GROUP, bits=bits)
-        pieces.append([codes, *(factor.astype(mx.float16) for factor in factors)])
-        mx.eval(pieces[-1])
-    codes, scales, biases = (mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True))
-    return MlxWeights(codes, scales, biases, bits, _ROUNDED_GROUP)
-
-
-def _to_floats(weights: MlxWeights) -> mx.array:
-    codes, scales, biases, bits, group = weights
-    if scales is None:
-        return codes.astype(mx.float32)
-    return mx.dequantize(codes, scales, biases, group, bits).astype(mx.float32)
-
-
 def count_bytes(matrix: MatrixStruct) -> int:
     """Return the size of its strips."""
     kernels: Any = cpu_kernels()
@@ -114,36 +84,51 @@ def count_bytes(matrix: MatrixStruct) -> int:
     return int(kernels.cpu_packed_bytes(ctypes.byref(matrix)))
 
 
-def check(weights: MlxWeights) -> MatrixStruct:
+def check(weights: MlxWeights, bits: int = 0) -> MatrixStruct:
     """Return the matrix that `pack` makes of these weights, without its strips.
 
     Raises:
         Unfit: weights or scales are of another type.
     """
+    numbers = _numbers_of(weights)
+    outputs, inputs = weights.weight.shape
+    stored = weights.bits or _FLOAT_BITS
+    inputs = inputs * 32 // stored if weights.bits else inputs
+    if 0 < bits < stored and inputs % _ROUNDED_GROUP == 0:
+        kind = kinds.BITS4 if bits == 4 else kinds.BITS8
+        return MatrixStruct(None, None, outputs, inputs, kind, kinds.HALF, _ROUNDED_GROUP)
+    if weights.scales is None:
+        return MatrixStruct(None, None, outputs, inputs, numbers, 0, 0)
+    kind = kinds.BITS4 if weights.bits <= 4 else kinds.BITS8
+    return MatrixStruct(None, None, outputs, inputs, kind, numbers, weights.group)
+
+
+def _numbers_of(weights: MlxWeights) -> int:
+    """Return the type of floats, or of scales and biases."""
     dtype = weights.weight.dtype if weights.scales is None else weights.scales.dtype
     if dtype not in _FLOATS or weights.weight.ndim != 2:
         raise Unfit(f"weights of {dtype} in {weights.weight.ndim} dimensions")
-    outputs, inputs = weights.weight.shape
-    if weights.scales is None:
-        return MatrixStruct(None, None, outputs, inputs, _FLOATS[dtype], 0, 0)
-    kind = kinds.BITS4 if weights.bits <= 4 else kinds.BITS8
-    inputs = inputs * 32 // weights.bits
-    return MatrixStruct(None, None, outputs, inputs, kind, _FLOATS[dtype], weights.group)
+    return _FLOATS[dtype]
 
 
-def pack(weights: MlxWeights, bias: mx.array | None = None) -> PackedMatrix:
+def pack(weights: MlxWeights, bias: mx.array | None = None, bits: int = 0) -> PackedMatrix:
     """Pack weights into strips, with all threads.
+
+    Args:
+        weights: as MLX stores them.
+        bias: [outputs].
+        bits: 4 or 8: round what has more, with a scale and a bias for 32 inputs. 0: keep all.
 
     Raises:
         Unfit: see `check`.
     """
-    matrix = check(weights)
+    matrix = check(weights, bits)
     kernels: Any = cpu_kernels()
     arrays = [one for one in (weights.weight, weights.scales, weights.biases) if one is not None]
     mx.eval(arrays)
     views = [_contiguous(array) for array in arrays]
-    pointers = [own.ctypes.data for own in views]
-    source = SourceStruct(*pointers, *[None] * (3 - len(pointers)), weights.bits)
+    pointers = [own.ctypes.data for own in views] + [None] * (3 - len(views))
+    source = SourceStruct(*pointers, weights.bits, weights.group, _numbers_of(weights))
     shared = matrix.scales == kinds.FLOAT and matrix.group == _SHARING_GROUP
     shared = shared and matrix.inputs % _SHARED_INPUTS == 0
     memory = None

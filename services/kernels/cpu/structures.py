@@ -1,4 +1,4 @@
-"""The structures of `c/decoder.h` and `c/layout.h`."""
+"""The structures of `c/decoder.h`, `c/layout.h` and `c/source.h`."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ class SourceStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "biases")),
-        ("bits", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("bits", "group", "numbers")),
     )
 
 

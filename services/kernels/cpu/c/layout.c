@@ -1,18 +1,12 @@
-/* Weights as they are in a file to strips (layout.h). */
+/* Weights as they are in a file (source.h) to strips (layout.h). */
 #include "layout.h"
 
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
+#include "source.h"
 #include "threads.h"
-
-/* Rows [outputs, inputs] of `bits` each, the first in the lowest bits, with scales and biases
- * [outputs, inputs / group], or of floats. Fewer than eight bits become four or eight. */
-struct source {
-    const uint8_t *weights, *scales, *biases;
-    int bits; /* 0: floats */
-};
 
 struct packing {
     const struct matrix *to;
@@ -60,15 +54,6 @@ static int find_shared(const float *factors, uint16_t *half, uint8_t *bytes)
     return 0;
 }
 
-static uint32_t read_code(const uint8_t *row, size_t k, int bits)
-{
-    size_t at = k * bits;
-    uint32_t code = row[at / 8] >> at % 8;
-    if (at % 8 + bits > 8)
-        code |= (uint32_t)row[at / 8 + 1] << (8 - at % 8);
-    return code & ((1u << bits) - 1);
-}
-
 /* Four codes of four bits, to a byte each. */
 static uint32_t spread(uint32_t codes)
 {
@@ -103,10 +88,28 @@ static void pack_codes(const struct matrix *m, const uint8_t *row, int bits, siz
     }
 }
 
+/* A channel in fewer bits than its weights have in the file. */
+static void round_channel(struct packing *packing, int channel, int lane, uint8_t *strip)
+{
+    const struct matrix *m = packing->to;
+    uint8_t codes[ROUNDED];
+    for (int g = 0; g < m->inputs / ROUNDED; g++) {
+        struct group to = group_at(m, HALF, strip, g);
+        uint16_t *factors = (uint16_t *)to.factors + lane;
+        round_group(packing->from, m->inputs, channel, g * ROUNDED, m->weights == BITS4 ? 15 : 255,
+                    codes, factors, factors + STRIP);
+        pack_codes(m, codes, 8, 0, lane, (uint8_t *)to.codes);
+    }
+}
+
 static void pack_channel(struct packing *packing, int channel, int lane, uint8_t *strip)
 {
     const struct matrix *m = packing->to;
     const struct source *from = packing->from;
+    if (m->weights <= BITS8 && (from->bits == 0 || from->bits > (m->weights == BITS4 ? 4 : 8))) {
+        round_channel(packing, channel, lane, strip);
+        return;
+    }
     if (from->bits == 0) {
         size_t each = bytes_of(m->weights);
         const uint8_t *row = from->weights + (size_t)channel * m->inputs * each;
@@ -147,7 +150,7 @@ static void pack_strip(const void *context, int strip)
 /* Bytes of all strips. */
 size_t cpu_packed_bytes(const struct matrix *m) { return strip_bytes(m) * strips_of(m); }
 
-/* To m->strips, which are zeros so far. Returns 0 if the scales, which are of 32 bits, are not the
+/* To m->strips, which are zeros so far, rounded if `m` has fewer bits. Returns 0 if the scales, which are of 32 bits, are not the
  * SHARED ones that `m` asks for. */
 int cpu_pack(const struct matrix *m, const struct source *from)
 {
