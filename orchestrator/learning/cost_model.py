@@ -68,6 +68,8 @@ class CostModel:
         """Extra time of the first token of a free run, the wait included."""
         self.backup_ms = Ema()
         """Time per token drafted while the target waited."""
+        self.backup_start_ms = Ema()
+        """Extra time of the first of these tokens: the drafter reads what it missed."""
         self.backup_idle_ms = Ema()
         """Extra time that the target, compared with the orchestrator, waited for such a draft."""
         self.alpha = Ema(_UNSEEN_RATE)
@@ -149,11 +151,11 @@ class CostModel:
 
     @property
     def wait_overhead_ms(self) -> float:
-        """Cost of waiting for a draft, excluding its tokens: messages, and a late request to the
-        target.
+        """Cost of waiting for a draft, excluding its tokens: messages, what the drafter has to read
+        first, and a late request to the target.
         """
         usual = max(self.idle_ms[origin].value for origin in ("hit", "target"))
-        return max(0.0, self.backup_idle_ms.value - usual)
+        return max(0.0, self.backup_idle_ms.value - usual) + max(0.0, self.backup_start_ms.value)
 
     @property
     def backup_rate(self) -> float:
@@ -200,6 +202,21 @@ class CostModel:
         """Add one depth of a tree that the drafter prepared."""
         if self.streams == 1:  # otherwise a step serves the branches of several requests
             self.step_latency.observe(depth, milliseconds)
+
+    def observe_wait(self, depth: int, first_ms: float, waited_ms: float) -> None:
+        """Add a draft that the target waited for.
+
+        Args:
+            depth: tokens of the draft.
+            first_ms: time until the first one.
+            waited_ms: time until the last one.
+        """
+        if "drafter" not in self._pass_times:  # a program's tokens may come all at once
+            self.backup_ms.observe(waited_ms / depth)
+            return
+        if depth > 1:
+            self.backup_ms.observe((waited_ms - first_ms) / (depth - 1))
+        self.backup_start_ms.observe(self._limit_cost(first_ms - self.backup_ms.value))
 
     def _observe_drafts(self, observation: RoundObservation) -> None:
         choices = observation.choices

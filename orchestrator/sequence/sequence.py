@@ -64,7 +64,7 @@ class Sequence:
         self._is_held = False  # other requests have their turn
         self._row = 0  # row in which the last outcome ended
         self._backup = SpeculationCache()  # the part of the awaited draft that has arrived
-        self._waiting_since = 0.0
+        self._waiting_since, self._first_ms = 0.0, 0.0
 
     # ------------------------------------------------------------ services come and go
 
@@ -341,7 +341,9 @@ class Sequence:
             return []  # out of order
         if tree.last:
             self._drafter_sync.on_last_depth()
+        waited_ms = 1e3 * (now - self._waiting_since)
         if tree.depth == 1:
+            self._first_ms = waited_ms
             tree = replace(tree, outcomes=[BACKUP])
         grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
         draft = self._backup.draft(*BACKUP)
@@ -350,9 +352,9 @@ class Sequence:
         useful = grown and draft.main[-1] in chosen
         if useful and not tree.last and self.planner.should_extend(draft):
             return []
-        waited_ms = 1e3 * (now - self._waiting_since)
         self.recorder.add_wait(self._waiting_since, now)
-        self.planner.estimates.backup_ms.observe(waited_ms / tree.depth)
+        if not self._drafter_sync.had_far_to_go:
+            self.planner.estimates.observe_wait(tree.depth, self._first_ms, waited_ms)
         actions = self._verify_backup()
         self.current.waited_ms = waited_ms
         return actions

@@ -28,7 +28,6 @@ import numpy as np
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
 from protocol.decoding.token_tree import TokenTree
-from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from protocol.settings import DraftWeights
 from services.drafter.backends.base import (
@@ -73,6 +72,9 @@ from services.runtime.preparation import Steps
 from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check_rewind
 from services.sampling.candidates import Top
 from services.sampling.device import best_of
+
+_FEW = 8
+"""Committed tokens that are fed with the next pending one: one pass, instead of another before."""
 
 
 class MlxBackend:
@@ -158,7 +160,8 @@ class MlxBackend:
             store.evaluate()
             self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
             yield
-        opened.tokens, opened.committed = list(tokens), len(tokens)
+        opened.tokens, opened.sequence = list(tokens), list(tokens)
+        opened.committed = opened.agreed = len(tokens)
         if sampling.logits_options is not None:
             opened.processor = LogitsProcessor(
                 sampling.logits_options, self._folder, tokens, self._head_ids
@@ -166,11 +169,14 @@ class MlxBackend:
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Record the committed tokens, keeping those in the trunk or the tree."""
+        """Record the committed tokens; a few missing ones are fed with the next pending token."""
         trunk = self._sequences[sequence]
         check_rewind(trunk.committed, base)
-        list(self._feed(trunk, base, tokens, 0, trunk.width(1)))
-        trunk.committed = base + len(tokens)
+        trunk.agreed = min(trunk.agreed, base)
+        trunk.sequence[base:] = tokens
+        trunk.committed = len(trunk.sequence)
+        if trunk.committed - trunk.agree(trunk.sequence) > _FEW:
+            list(self._feed(trunk, trunk.committed, [], 0, trunk.width(1)))
 
     def prepare(
         self,
@@ -188,7 +194,7 @@ class MlxBackend:
         held = tree.stem
         if len(tree) > tree.stem and not self._feeds_by_depth:
             # Missing tokens of the stem are fed together with the rows, in one pass.
-            held = self._keep(trunk, trunk.tokens[:base] + stem, base, base, width) - base
+            held = max(0, self._keep(trunk, trunk.sequence + stem, base, width) - base)
         yield from self._feed(trunk, base, stem[:held], rows=held, width=width)
         trunk.cut(base + held)
         trunk.tree = Tree(base, stem[:held])
@@ -212,8 +218,8 @@ class MlxBackend:
             yield from self._draft_tree(trunk, pending, count, options)
             return
         if self.ahead is not None and count and self._goes_ahead(trunk):
-            desired = [*trunk.tokens[: trunk.committed], pending]
-            keep = self._keep(trunk, desired, trunk.committed, len(desired), 1)
+            desired = [*trunk.sequence, pending]
+            keep = self._keep(trunk, desired, len(desired), 1)
             trunk.cut(min(keep, trunk.committed))
             yield from self.ahead.draft(trunk, desired[len(trunk.tokens) :], count, options)
             return
@@ -246,26 +252,25 @@ class MlxBackend:
     def _feed(
         self, trunk: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
-        """Make the trunk start with `tokens[:base] + tokens`, computing only missing tokens.
+        """Make the trunk the committed tokens before `base` and these, computing missing ones.
 
         Afterwards `trunk.tops` has at least `width` candidates after each of the last `rows`
         tokens.
         """
-        desired = trunk.tokens[:base] + tokens
-        keep = self._keep(trunk, desired, base, len(desired) - rows, width)
+        desired = trunk.sequence[:base] + tokens
+        keep = self._keep(trunk, desired, len(desired) - rows, width)
         if keep < len(desired):
             keep = trunk.store.resumable(keep)
             trunk.cut(keep)
             self._append(trunk, desired[keep:], width if rows else 0)
         yield from ()  # heads pause between the pieces of a prompt
 
-    def _keep(self, trunk: Trunk, desired: Tokens, base: int, first_row: int, width: int) -> int:
+    def _keep(self, trunk: Trunk, desired: Tokens, first_row: int, width: int) -> int:
         """Return how many `desired` tokens are present, from `first_row` on with candidates.
 
-        The first `base` of them are; a tree's tokens among the others are moved to the trunk.
+        A tree's tokens among them are moved to the trunk.
         """
-        keep = base + common_prefix_length(trunk.tokens[base:], desired[base:])
-        keep = self._adopt(trunk, desired, keep, first_row, width)
+        keep = self._adopt(trunk, desired, trunk.agree(desired), first_row, width)
         width = min(width, self._head_size)
         return next((at for at in range(first_row, keep) if trunk.width_at(at) < width), keep)
 

@@ -151,15 +151,26 @@ class Trunk:
     store: KVStore | BranchingState
     sampling: Sampling
     """The drafter's."""
+    sequence: Tokens = field(default_factory=list)
+    """All committed tokens of the sequence."""
     tokens: Tokens = field(default_factory=list)
     """As many as the store holds."""
     committed: int = 0
-    """How many of them are committed."""
+    """How many tokens of the trunk are, or will be, committed ones."""
+    agreed: int = 0
+    """Number of the first `tokens` that are known to be those of the sequence."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it (one row), for the recent tokens."""
     tree: Tree | None = None
     processor: LogitsProcessor | None = None
     """State after these tokens, if the request processes logits."""
+
+    def agree(self, desired: Tokens) -> int:
+        """Return how many tokens are the desired ones, which start with the committed ones."""
+        start = min(self.agreed, len(self.tokens))
+        same = start + common_prefix_length(self.tokens[start:], desired[start:])
+        self.agreed = min(same, self.committed)
+        return same
 
     def width(self, needed: int) -> int:
         """Return how many candidates to compute where `needed` are used."""

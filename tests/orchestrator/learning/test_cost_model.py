@@ -12,7 +12,7 @@ from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.token_tree import CHAIN_ROWS
-from protocol.messages import Mode
+from protocol.messages import Mode, PassTimes
 from tests.support.fakes import chain_of, judged, observed
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
@@ -288,6 +288,25 @@ def test_two_requests_share_the_branches_and_nobody_waits() -> None:
     assert (planner.branches, planner.backup_length()) == (4, 0)
     assert Planner("ssd", estimates, num_draft_tokens=3).backup_length() == 3
     assert Planner("ssd", estimates, fixed_branches=12).branches == 12
+
+
+def test_reading_what_was_missed_is_no_cost_of_a_token() -> None:
+    """T_d is the time between two tokens; what the first one takes besides is a wait's own cost."""
+    estimates = judged()
+    estimates.expect_passes(PassTimes(chains={1: 30.0}), "drafter")
+    for depth in (1, 4) * 20:
+        estimates.observe_wait(depth, 18.0, 18.0 + 10.0 * (depth - 1))
+    assert estimates.draft_token_ms == pytest.approx(10.0, abs=0.5)
+    assert estimates.wait_overhead_ms == pytest.approx(8.0, abs=1.0)
+    estimates.observe_wait(1, 1e5, 1e5)  # a stall says little
+    assert estimates.wait_overhead_ms < 5.0 * estimates.plain_latency.of(1)
+
+
+def test_a_program_may_send_all_tokens_at_once() -> None:
+    """Then each cost its share of the time."""
+    estimates = judged()
+    estimates.observe_wait(4, 40.0, 40.0)
+    assert (estimates.draft_token_ms, estimates.wait_overhead_ms) == (10.0, 0.0)
 
 
 def test_a_row_of_one_costs_the_other_time_too() -> None:

@@ -107,8 +107,6 @@ class _CachedHead(nn.Module):
 
 @dataclass
 class _HeadTrunk(Trunk):
-    sequence: Tokens = field(default_factory=list)
-    """All committed tokens of the sequence."""
     states: StateRun = field(default_factory=lambda: StateRun(WINDOW))
     first: int = -1
     """Position whose state is row 0's; -1 before the first draft."""

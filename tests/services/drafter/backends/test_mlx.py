@@ -482,6 +482,24 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     assert fed == ([1, 1] if backend.ahead is None else [1, 1, 1])
 
 
+def test_committed_tokens_are_fed_with_the_pending_one(fed: list[int]) -> None:
+    """In one pass; many at once, while the target is busy."""
+    backend, number = setup_of("llama").backend, next(NUMBERS)
+    list(backend.open(number, list(PROMPT), Sampling()))
+    fed.clear()
+    backend.commit(number, len(PROMPT), [120, 7])
+    assert fed == []
+    drafts(backend.draft(number, 160, 2))
+    assert fed == [3, 1]
+    fed.clear()
+    backend.commit(number, len(PROMPT) + 2, [160, *range(20, 30)])
+    assert fed[0] >= 10
+    fed.clear()
+    backend.commit(number, len(PROMPT) + 1, [99])
+    said(backend.prepare(number, read_tree([5, 6]), [1, 1], depth=1))
+    assert fed == [3, 2]
+
+
 @pytest.mark.usefixtures("nothing_cached")
 def test_an_abandoned_prefill_opens_nothing() -> None:
     """A prefill yields between its chunks; closed there, the sequence is not open."""

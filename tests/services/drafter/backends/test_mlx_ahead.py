@@ -164,7 +164,7 @@ def test_what_was_in_work_is_adopted() -> None:
     path = [120, first.outcomes[1].bonus, first.tokens[1]]
     backend.commit(1, len(PROMPT), path[:1])
     known = backend._sequences[1]
-    kept = backend._keep(known, [*PROMPT, *path, 5], len(PROMPT) + 1, len(PROMPT) + 1, 3)
+    kept = backend._keep(known, [*PROMPT, *path, 5], len(PROMPT) + 1, 3)
     assert kept == len(PROMPT) + 3
 
 
