@@ -215,7 +215,7 @@ class CostModel:
             self.backup_ms.observe(waited_ms / depth)
             return
         if depth > 1:
-            self.backup_ms.observe((waited_ms - first_ms) / (depth - 1))
+            self.backup_ms.observe(self._limit_cost((waited_ms - first_ms) / (depth - 1)))
         self.backup_start_ms.observe(self._limit_cost(first_ms - self.backup_ms.value))
 
     def _observe_drafts(self, observation: RoundObservation) -> None:

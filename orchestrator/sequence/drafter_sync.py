@@ -23,8 +23,6 @@ class DrafterSync:
         self.awaited: DraftNow | None = None
         """The draft that the target waits for, or waited for last."""
         self._is_drafting = False
-        self._reads_until = 0
-        """Round in which it should have processed what it missed."""
         self.is_filling = False
         """True until it has computed the prompt."""
 
@@ -40,15 +38,13 @@ class DrafterSync:
     def is_silent(self, number: int, *, is_late: bool) -> bool:
         """Return True if it should not be awaited after round `number`.
 
-        It may still process what it missed. One that only drafts when awaited has to be asked again
-        some time.
+        A drafter that only drafts when awaited has to be asked again some time.
 
         Args:
             number: number of the round.
             is_late: True if it did not deliver the last time.
         """
-        reads = self.is_filling or number < self._reads_until
-        return reads or (is_late and number % _ASKED_AGAIN > 0)
+        return self.is_filling or (is_late and number % _ASKED_AGAIN > 0)
 
     @property
     def had_far_to_go(self) -> bool:
@@ -106,7 +102,6 @@ class DrafterSync:
         """Have it process the committed tokens without drafting, in round `number`."""
         base, fresh = self._take_unsent(tokens)
         self._is_drafting = False
-        self._reads_until = number + len(fresh) // _FAR
         return DraftNow(
             sequence=self._sequence,
             round=number,

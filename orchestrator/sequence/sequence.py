@@ -267,7 +267,7 @@ class Sequence:
     @property
     def _drafter_is_behind(self) -> bool:
         """True if the drafter has to catch up, during a verification without a draft."""
-        return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
+        return not self.planner.is_in_turn and self._drafter_sync.is_behind(self.tokens)
 
     def _should_speculate(self) -> bool:
         return self._next_rounds.speculates(len(self.tokens))

@@ -135,16 +135,6 @@ def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
     assert drafter.is_behind([*TOKENS, *tokens, *range(20)])
 
 
-def test_a_drafter_that_catches_up_is_not_awaited_meanwhile() -> None:
-    """It processes eight tokens in a round; with few missing ones it is asked at once."""
-    drafter = sync()
-    drafter.is_filling = False
-    drafter.catch_up([*TOKENS, *range(40)], 10)
-    assert [drafter.is_silent(number, is_late=False) for number in (14, 15)] == [True, False]
-    drafter.catch_up([*TOKENS, *range(44)], 20)
-    assert not drafter.is_silent(20, is_late=False)
-
-
 @pytest.mark.parametrize(("missed", "far"), [(8, False), (9, True)])
 def test_a_wait_tells_nothing_while_a_drafter_reads(missed: int, *, far: bool) -> None:
     """Of the cost of a draft, unless few tokens are missing."""
