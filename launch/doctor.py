@@ -240,7 +240,9 @@ def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
 def _examine_schedule(pair: Pair, survey: HardwareReport) -> list[Finding]:
     """Report what drafting can gain, by the weights that a pass of either model reads."""
     target = read_weight_bytes(pair.model, survey.device)
-    drafter = read_weight_bytes(pair.draft_model, survey.device) if pair.backend == "mlx" else 0
+    drafter = 0
+    if pair.backend == "mlx":
+        drafter = read_weight_bytes(pair.draft_model, survey.device, drafts=True)
     if not (target and drafter):
         return []
     shares = survey.device == "cpu" or survey.devices < 2

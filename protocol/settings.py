@@ -47,6 +47,13 @@ DraftWeights = Literal["auto", "int8", "int4", "float"]
 draft almost as well; float: as loaded. `auto`: on a CPU int8, of large drafters int4.
 """
 
+MANY_DRAFT_WEIGHTS = 200_000_000
+"""Weights above which `auto` rounds a drafter to four bits on a CPU.
+
+For the 0.5B of Qwen2.5-Coder that halves T_d and costs no acceptance; a small drafter made for its
+target loses more acceptance than it gains time (docs/lab/real-models.md).
+"""
+
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Device of a process: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's default."""
 

@@ -10,13 +10,16 @@ from launch.models.weights import weights_of
 from protocol.errors import ModelError
 
 
-def read_weight_bytes(model: str, device: str) -> int:
-    """Return the bytes of weights that a pass reads on this device; 0 if unknown."""
+def read_weight_bytes(model: str, device: str, *, drafts: bool = False) -> int:
+    """Return the bytes of weights that a pass reads on this device; 0 if unknown.
+
+    A drafter (`drafts`) may round its weights.
+    """
     try:
         weights = weights_of(Path(model))
     except ModelError:
         return 0
-    return weights.bytes_per_pass_on(device)
+    return weights.bytes_per_draft_on(device) if drafts else weights.bytes_per_pass_on(device)
 
 
 def describe_ceiling(weight_bytes: int, read_bytes_s: float) -> str:

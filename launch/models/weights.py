@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from protocol.errors import ModelError
 from protocol.safetensors import read_header
+from protocol.settings import MANY_DRAFT_WEIGHTS
 
 _PACKED_ON_CPU = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Architectures whose weights stay packed on a CPU (`services.kernels.cpu.equip`)."""
@@ -14,6 +15,9 @@ _PACKED_ON_CPU = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3",
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SHARED_SCALE = 5 / 16
 """Of a scale of 32 bits from a K-quant: a byte, and a half for eight groups (`cpu/c/layout.h`)."""
+
+_ROUNDED_BYTES = 5 / 8
+"""Of a weight of four bits, with a scale and a bias of 16 bits for each 32."""
 
 
 class Weights(NamedTuple):
@@ -26,6 +30,8 @@ class Weights(NamedTuple):
     head keeps."""
     wide_scale_bytes: int
     """Of these, scales and biases of packed weights that are stored in 32 bits."""
+    products: int
+    """Weights that a pass multiplies with."""
     kv_elements: int
     """Keys and values of all layers per token of context."""
     context_length: int
@@ -45,6 +51,14 @@ class Weights(NamedTuple):
         if not stays_packed(self.architecture):
             return 4 * self.parameters
         return self.bytes_per_pass - round((1.0 - _SHARED_SCALE) * self.wide_scale_bytes)
+
+    def bytes_per_draft_on(self, device: str) -> int:
+        """Return the size of the weights that a drafter's pass reads; a large one rounds them."""
+        read = self.bytes_per_pass_on(device)
+        rounds = device == "cpu" and stays_packed(self.architecture)
+        if not rounds or self.products <= MANY_DRAFT_WEIGHTS:
+            return read
+        return min(read, round(_ROUNDED_BYTES * self.products))
 
     def kv_bytes_on(self, device: str) -> int:
         """Return the KV size per token."""
@@ -80,7 +94,7 @@ def weights_of(folder: Path) -> Weights:
         heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
         size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
         layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
-        parameters = sum(_elements(name, tensors, config) for name in tensors)
+        counts = {name: _elements(name, tensors, config) for name in tensors}
         head = folder / "draft_head.json"
         kept = (
             len(json.loads(head.read_bytes())) / int(text["vocab_size"]) if head.exists() else 1.0
@@ -89,30 +103,36 @@ def weights_of(folder: Path) -> Weights:
         raise ModelError(f"cannot read the model folder {str(folder)!r}: {error!r}") from error
     if not files:
         raise ModelError(f"the model folder {str(folder)!r} has no safetensors file")
-    kind = str(config.get("model_type", "unknown"))
-    return Weights(
-        parameters, *_sizes(tensors, kept), 2 * layers * heads * size, int(context), kind
-    )
-
-
-def _sizes(tensors: dict[str, Any], kept: float) -> tuple[int, int, int]:
-    """Return the bytes of all weights, of those that a pass reads, and of their wide scales."""
     sizes = {
         name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in tensors.items()
     }
-    has_head = any(name.startswith("lm_head.") for name in tensors)
+    read = _read_in_a_pass(sizes, kept)
+    wide = (
+        size
+        for name, size in read.items()
+        if name.endswith((".scales", ".biases")) and tensors[name]["dtype"] == "F32"
+    )
+    return Weights(
+        parameters=sum(counts.values()),
+        bytes_as_stored=sum(sizes.values()),
+        bytes_per_pass=sum(read.values()),
+        wide_scale_bytes=sum(wide),
+        products=sum(_read_in_a_pass(counts, kept).values()),
+        kv_elements=2 * layers * heads * size,
+        context_length=int(context),
+        architecture=str(config.get("model_type", "unknown")),
+    )
+
+
+def _read_in_a_pass(sizes: dict[str, int], kept: float) -> dict[str, int]:
+    """Return what a pass reads of these tensors: of a head the share that it keeps."""
+    has_head = any(name.startswith("lm_head.") for name in sizes)
     head = "lm_head." if has_head else "embed_tokens."
-    read = {
+    return {
         name: round(kept * size) if head in name else size
         for name, size in sizes.items()
         if not (has_head and "embed_tokens." in name)
     }
-    wide = [
-        size
-        for name, size in read.items()
-        if name.endswith((".scales", ".biases")) and tensors[name]["dtype"] == "F32"
-    ]
-    return sum(sizes.values()), sum(read.values()), sum(wide)
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 
 import mlx.nn as nn
 
-from protocol.settings import DraftWeights
+from protocol.settings import MANY_DRAFT_WEIGHTS, DraftWeights
 from services.kernels.cpu.equip import equip
 from services.kernels.register import kernels
 from services.mlx.rope import use_tables
@@ -17,12 +17,6 @@ _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
 _BITS = {"int8": 8, "int4": 4}
-_MANY = 200_000_000
-"""Weights of more than four bits that are rounded to four by `auto`.
-
-For the 0.5B of Qwen2.5-Coder that halves T_d and costs no acceptance; a small drafter made for its
-target loses more acceptance than it gains time (docs/lab/real-models.md).
-"""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -33,7 +27,7 @@ def use_weights(model: nn.Module, weights: DraftWeights) -> None:
         return
     chosen = weights
     if weights == "auto":
-        chosen = "int4" if _count_wide_weights(model) > _MANY else "int8"
+        chosen = "int4" if _count_wide_weights(model) > MANY_DRAFT_WEIGHTS else "int8"
     bits = _BITS.get(chosen, 0)
     if not equip(model, rounds=bool(bits), bits=bits):
         if weights in _BITS:

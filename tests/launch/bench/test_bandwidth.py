@@ -53,11 +53,26 @@ def test_weights_count_as_the_device_holds_them(tmp_path: Path) -> None:
 def test_a_pass_reads_less_than_is_stored() -> None:
     """Not an embedding beside a head; on a CPU, wide scales as the kernels hold them."""
     sizes = {"bytes_as_stored": 100, "bytes_per_pass": 80, "wide_scale_bytes": 32}
-    packed = Weights(10, **sizes, kv_elements=1, context_length=1, architecture="llama")
+    packed = Weights(
+        10, **sizes, products=10, kv_elements=1, context_length=1, architecture="llama"
+    )
     assert packed.bytes_on("cpu") == 100
     assert packed.bytes_per_pass_on("metal") == 80
     assert packed.bytes_per_pass_on("cpu") == 58
     assert packed._replace(architecture="mamba").bytes_per_pass_on("cpu") == 40
+
+
+def test_a_large_drafter_reads_four_bits_on_a_cpu() -> None:
+    """And their scales; never more than is stored, and others as they are."""
+    sizes = {"bytes_as_stored": 10**9, "bytes_per_pass": 10**9, "wide_scale_bytes": 0}
+    large = Weights(
+        10**9, **sizes, products=4 * 10**8, kv_elements=1, context_length=1, architecture="qwen2"
+    )
+    assert large.bytes_per_draft_on("cpu") == 25 * 10**7
+    assert large.bytes_per_draft_on("metal") == 10**9
+    assert large._replace(products=10**8).bytes_per_draft_on("cpu") == 10**9
+    assert large._replace(bytes_per_pass=10**8).bytes_per_draft_on("cpu") == 10**8
+    assert large._replace(architecture="mamba").bytes_per_draft_on("cpu") == 4 * 10**9
 
 
 @pytest.mark.processes

@@ -73,7 +73,7 @@ def test_large_drafters_have_four_bits_on_a_cpu(
     """By the number of weights; whatever they are in the file."""
     asked: list[int] = []
     monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cpu"])
-    monkeypatch.setattr(draft_weights, "_MANY", many)
+    monkeypatch.setattr(draft_weights, "MANY_DRAFT_WEIGHTS", many)
     monkeypatch.setattr(
         draft_weights, "equip", lambda _, *, rounds, bits: asked.append(bits) or rounds
     )
