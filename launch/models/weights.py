@@ -95,10 +95,7 @@ def weights_of(folder: Path) -> Weights:
         size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
         layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
         counts = {name: _elements(name, tensors, config) for name in tensors}
-        head = folder / "draft_head.json"
-        kept = (
-            len(json.loads(head.read_bytes())) / int(text["vocab_size"]) if head.exists() else 1.0
-        )
+        kept = _share_of_head(folder / "draft_head.json", int(text["vocab_size"]))
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(f"cannot read the model folder {str(folder)!r}: {error!r}") from error
     if not files:
@@ -122,6 +119,11 @@ def weights_of(folder: Path) -> Weights:
         context_length=int(context),
         architecture=str(config.get("model_type", "unknown")),
     )
+
+
+def _share_of_head(path: Path, vocabulary_size: int) -> float:
+    """Return the share of the head's rows that a drafter keeps."""
+    return len(json.loads(path.read_bytes())) / vocabulary_size if path.exists() else 1.0
 
 
 def _read_in_a_pass(sizes: dict[str, int], kept: float) -> dict[str, int]:

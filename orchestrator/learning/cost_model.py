@@ -66,10 +66,8 @@ class CostModel:
         """Idle time of the target before a round."""
         self.run_start_ms = Ema()
         """Extra time of the first token of a free run, the wait included."""
-        self.backup_ms = Ema()
-        """Time per token drafted while the target waited."""
-        self.backup_start_ms = Ema()
-        """Extra time of the first of these tokens: the drafter reads what it missed."""
+        self.backup_ms, self.backup_start_ms = Ema(), Ema()
+        """Time per token drafted while the target waited; extra time of a draft's first token."""
         self.backup_idle_ms = Ema()
         """Extra time that the target, compared with the orchestrator, waited for such a draft."""
         self.alpha = Ema(_UNSEEN_RATE)

@@ -6,6 +6,8 @@ from protocol.messages import DraftNow, Prepare, Tokens
 
 _FAR = 8
 """Number of tokens that a drafter processes in a good part of a verification's time."""
+_VERY_FAR = 64
+"""Number of tokens that a target does not wait for, where both take turns anyway."""
 
 _ASKED_AGAIN = 16
 """A late drafter is awaited only once in this many rounds, until it sends something."""
@@ -31,9 +33,9 @@ class DrafterSync:
         self._sent = self._computed = len(tokens) - 1
         self._is_drafting, self.is_filling = False, True
 
-    def is_behind(self, tokens: Tokens) -> bool:
+    def is_behind(self, tokens: Tokens, *, in_turn: bool = False) -> bool:
         """Return True if it has too many tokens to process for its draft to be awaited."""
-        return len(tokens) - 1 - self._computed > _FAR
+        return len(tokens) - 1 - self._computed > (_VERY_FAR if in_turn else _FAR)
 
     def is_silent(self, number: int, *, is_late: bool) -> bool:
         """Return True if it should not be awaited after round `number`.

@@ -267,7 +267,8 @@ class Sequence:
     @property
     def _drafter_is_behind(self) -> bool:
         """True if the drafter has to catch up, during a verification without a draft."""
-        return not self.planner.is_in_turn and self._drafter_sync.is_behind(self.tokens)
+        planner, sync = self.planner, self._drafter_sync
+        return planner.mode == "ssd" and sync.is_behind(self.tokens, in_turn=planner.is_in_turn)
 
     def _should_speculate(self) -> bool:
         return self._next_rounds.speculates(len(self.tokens))

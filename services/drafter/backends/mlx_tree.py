@@ -167,7 +167,7 @@ class Trunk:
 
     def agree(self, desired: Tokens) -> int:
         """Return how many tokens are the desired ones, which start with the committed ones."""
-        start = min(self.agreed, len(self.tokens))
+        start = self.agreed
         same = start + common_prefix_length(self.tokens[start:], desired[start:])
         self.agreed = min(same, self.committed)
         return same
@@ -185,6 +185,7 @@ class Trunk:
         """Keep only the first `length` tokens."""
         self.store.trim(length)
         del self.tokens[length:]
+        self.agreed = min(self.agreed, length)
         if self.processor is not None:
             self.processor.rewind(length)
         oldest = length - _REMEMBERED

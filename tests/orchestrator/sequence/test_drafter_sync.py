@@ -133,6 +133,8 @@ def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
     drafter.prepare(TOKENS, 2, draft, Preparation([1] * 30, 2, 1))
     assert not drafter.is_behind([*TOKENS, *tokens, 3])
     assert drafter.is_behind([*TOKENS, *tokens, *range(20)])
+    assert not drafter.is_behind([*TOKENS, *tokens, *range(60)], in_turn=True)
+    assert drafter.is_behind([*TOKENS, *tokens, *range(70)], in_turn=True)
 
 
 @pytest.mark.parametrize(("missed", "far"), [(8, False), (9, True)])
