@@ -1,8 +1,6 @@
 /* Weights as they are in a file, and what they are in fewer bits (source.h). */
 #include "source.h"
 
-#include <math.h>
-
 #include "halves.h"
 
 static float read_number(const uint8_t *numbers, size_t at, int number)

@@ -13,12 +13,18 @@ FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 EXERCISES = """
 import ctypes, sys
+import mlx.core as mx
 from services.kernels.cpu import library
 library._Loaded.done = True
 library._Loaded.kernels = ctypes.CDLL(sys.argv[1])
 from tests.services.kernels.cpu import test_attention, test_decoder, test_products
 test_products.test_products_are_those_of_the_weights_in_the_file()
 test_products.test_all_instruction_sets_and_companies_give_the_same_bits()
+for stored, bits in ((0, 8), (5, 4), (6, 4), (8, 4)):
+    for dtype in test_products.TYPES:
+        test_products.test_weights_of_more_bits_can_be_rounded(stored, bits, dtype)
+for bad in ("nan", "inf", "-inf"):
+    test_products.test_what_is_no_number_is_none_when_rounded(float(bad))
 test_attention.test_every_layout_of_heads()
 for family in ("quantized", "gemma2", "gemma3"):
     test_decoder.test_a_row_has_the_same_bits_in_any_company(family)
