@@ -13,7 +13,6 @@ FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 EXERCISES = """
 import ctypes, sys
-import mlx.core as mx
 from services.kernels.cpu import library
 library._Loaded.done = True
 library._Loaded.kernels = ctypes.CDLL(sys.argv[1])
