@@ -87,7 +87,7 @@ def test_a_hostile_request_hurts_nobody(
     with undisturbed(bystanders, kind, record_testsuite_property):
         statuses = {name: post(stack, body) for name, body in CORPUS[kind].items()}
     # 503: the machine is too busy to check a grammar in time.
-    assert {name: status for name, status in statuses.items() if status >= 500 and status != 503} == {}
+    assert {name: one for name, one in statuses.items() if one >= 500 and one != 503} == {}
     assert {role: stack.pid(role) for role in before} == before
     assert stack.client.status().pid == orchestrator
 
