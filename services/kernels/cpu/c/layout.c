@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "halves.h"
 #include "source.h"
 #include "threads.h"
 
@@ -17,16 +18,8 @@ struct packing {
 /* The half of exactly this value. */
 static int is_half(float value, uint16_t *half)
 {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    if (rest >= 0x38800000 && rest < 0x47800000 && (rest & 0x1fff) == 0) {
-        *half = (uint16_t)(sign | (rest - 0x38000000) >> 13);
-        return 1;
-    }
-    float steps = fabsf(value) * 0x1p24f; /* below that, an integer of 2^-24 */
-    *half = (uint16_t)(sign | (rest < 0x38800000 ? (uint32_t)steps : 0));
-    return rest < 0x38800000 && steps == (float)(uint32_t)steps;
+    *half = half_of_float(value);
+    return float_of_half(*half) == value;
 }
 
 /* The half of which these eight are exact multiples by bytes, STRIP apart. */
@@ -150,8 +143,8 @@ static void pack_strip(const void *context, int strip)
 /* Bytes of all strips. */
 size_t cpu_packed_bytes(const struct matrix *m) { return strip_bytes(m) * strips_of(m); }
 
-/* To m->strips, which are zeros so far, rounded if `m` has fewer bits. Returns 0 if the scales, which are of 32 bits, are not the
- * SHARED ones that `m` asks for. */
+/* To m->strips, which are zeros so far, rounded if `m` has fewer bits. Returns 0 if the scales,
+ * which are of 32 bits, are not the SHARED ones that `m` asks for. */
 int cpu_pack(const struct matrix *m, const struct source *from)
 {
     struct packing packing = {m, from, 0};

@@ -29,7 +29,7 @@
 enum number { BITS4, BITS8, HALF, BFLOAT, FLOAT, SHARED };
 enum {
     STRIP = 16,
-    ROUNDED = 32, /* activations that are rounded together */
+    ROUNDED = 32, /* activations, or weights, that are rounded together */
     SHARING = 8,  /* groups of a block */
     BLOCK_HEAD = 4 * STRIP + SHARING * 2 * STRIP
 };
