@@ -1,18 +1,19 @@
 """What a drafter is told when nobody waits for its draft any more."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.sequence.actions import ToVerifier
+from orchestrator.sequence.actions import Action, ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.lookup import PromptLookup
 from orchestrator.sequence.planner import Planner, Preparation
-from protocol.messages import DraftNow, Prepare, Verify
+from protocol.messages import DraftNow, DraftTree, Prepare, Verify
 from tests.support.fakes import Stack, Target, judged
 
 TOKENS = [5, 6, 7, 8]
@@ -143,3 +144,29 @@ def test_a_wait_tells_nothing_while_a_drafter_reads(missed: int, *, far: bool) -
     drafter = sync()
     drafter.draft_now([*TOKENS, *range(missed)], 1, 0, Preparation([], 4, 1))
     assert drafter.had_far_to_go == far
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_waits_are_learned_with_the_time_of_their_first_token(
+    monkeypatch: pytest.MonkeyPatch, *, far: bool
+) -> None:
+    """Unless the drafter had many tokens to process before."""
+    waits: list[tuple[float, ...]] = []
+    estimates, limits = judged(), Limits(40, frozenset(), 0)
+    monkeypatch.setattr(estimates, "observe_wait", lambda *wait: waits.append(wait))
+    monkeypatch.setattr(DrafterSync, "had_far_to_go", far)
+    plan: Any = {"mode": "sd", "target": Target(0), "prompt": [1], "limits": limits}
+    stack = Stack(estimates=estimates, num_draft_tokens=3, **plan)
+    sequence, on_tree = stack.sequence, stack.sequence.on_tree
+
+    def arrive(tree: DraftTree, _: float) -> list[Action]:
+        """18 ms after the request, a further token each 10 ms."""
+        return on_tree(tree, sequence._waiting_since + 0.008 + 0.01 * tree.depth)
+
+    monkeypatch.setattr(sequence, "on_tree", arrive)
+    stack.drafter_comes()
+    stack.calm().assert_plain()
+    assert bool(waits) != far
+    for depth, first_ms, waited_ms in waits:
+        assert first_ms == pytest.approx(18.0)
+        assert waited_ms == pytest.approx(8.0 + 10.0 * depth)
