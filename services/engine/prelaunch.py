@@ -90,9 +90,14 @@ class Prelauncher:
         self._taken = self._missed = 0
         self._moved = _ASSUMED_MOVED
 
-    def expect_passes(self, pass_ms: Mapping[int, float]) -> None:
-        """Set the milliseconds of trees by rows, and drop statistics gathered until then."""
+    def forget(self) -> None:
+        """Forget the trees verified so far, and cancel the waiting pass."""
         self._lengths.clear()
+        self.call_off()
+
+    def expect_passes(self, pass_ms: Mapping[int, float]) -> None:
+        """Set the milliseconds of passes by rows, and forget the trees verified so far."""
+        self.forget()
         if pass_ms.keys() >= self._pass_ms.keys():
             self._pass_ms = {size: pass_ms[size] for size in self._pass_ms}
 

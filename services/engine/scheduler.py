@@ -89,9 +89,9 @@ class Scheduled(ABC):
         """
 
     @property
-    def awaits_draft(self) -> bool:
-        """True if its next pass is over a tree that is being prepared during this one."""
-        return self.granted == 0 and not self.drafter_idle
+    def awaits_request(self) -> bool:
+        """True if its next pass is over a tree that is not known yet."""
+        return self.granted == 0
 
     @property
     def comes_unasked(self) -> bool:
@@ -205,7 +205,7 @@ class Scheduler:
             handle = yield from self._start(sequence, tree)
             sequence.choose(tree)
             prelauncher, is_alone = self.prelauncher, len(self._sequences) == 1
-            if prelauncher and is_alone and sequence.awaits_draft and not self._prompts:
+            if prelauncher and is_alone and sequence.awaits_request and not self._prompts:
                 prelauncher.launch(handle, tree, *self._sequences)
             if self.pipelines and not sequence.drafter_idle:
                 handle.launch()

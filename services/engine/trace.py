@@ -60,7 +60,6 @@ class Trace:
         model: called on tokens [1, n] and caches.
         columns: of its logits that are used; None for all.
         attend: the attention over buffers that sequences share.
-        writes: True if rows are written into the buffers in place, where the model allows that.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class Trace:
         *,
         columns: int | None = None,
         attend: Attend | None = None,
-        writes: bool = True,
     ) -> None:
         self.model = model
         self._columns, self._attend = columns, attend
-        self.may_write = writes and can_write_in_place(model)
+        self.may_write = can_write_in_place(model)
+        """True if rows are written into the buffers in place, where the device can."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:

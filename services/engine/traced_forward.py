@@ -56,14 +56,14 @@ class TracedForward:
     Args:
         model: called on tokens [1, n] and caches.
         columns: of its logits that are used; None for all.
-        padded: the sizes to which all rows are padded, chains too, in traces that leave buffers to
-            MLX, as a drafter's; None for a target.
+        padded: the sizes to which all rows are padded, chains too, as a drafter's; None for a
+            target.
     """
 
     def __init__(
         self, model: Any, *, columns: int | None = None, padded: tuple[int, ...] | None = None
     ) -> None:
-        self._trace = Trace(model, columns=columns, writes=padded is None)
+        self._trace = Trace(model, columns=columns)
         self._longest_chain = MOST_ROWS if padded is None else 0
         self.shapes: set[Shape] = set()
         """Shapes traced so far."""

@@ -118,6 +118,8 @@ class KVStore:
         """Per layer, an array that is computed once the pass has written its rows in place."""
         self._is_shared = False
         """True if other stores may hold its buffers."""
+        self._is_owned = False
+        """True if kernels write into its buffers in place, unless they are shared."""
         self.memory: SlotMemory | None = None
         """Where kernels write its slots in place, if they do."""
         slots = all(type(cache) is SlotCache for cache in self.caches)
@@ -243,7 +245,7 @@ class KVStore:
             # With two inputs MLX always allocates a new array.
             copies = [mx.contiguous(mx.maximum(array, array)) for array in self.arrays]
             self._put(list(zip(copies[::2], copies[1::2], strict=True)))
-        self._is_shared = False
+        self._is_shared, self._is_owned = False, True
 
     def widen(self, slots: int) -> None:
         """Grow the buffers to this many slots."""
@@ -328,7 +330,7 @@ class KVStore:
         """Copy the rows in these slots to those after the trunk."""
         if len(self.buffers) < len(self.caches):
             raise ValueError("an empty cache has no slots to move")
-        if self.written is not None and not self._is_shared:  # written in place
+        if self._is_owned and not self._is_shared:
             launch([kv_rows.move(*pair, slots, self.length) for pair in self.buffers])
             return
         for buffer in self.arrays:

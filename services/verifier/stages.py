@@ -73,4 +73,4 @@ class VerifierStages:
             times = replace(times, contended=contended.chains)
         self._identity.pass_times = times
         if self._verifier.scheduler.prelauncher is not None:
-            self._verifier.scheduler.prelauncher.expect_passes(times.trees)
+            self._verifier.scheduler.prelauncher.expect_passes(times.chains)

@@ -2,11 +2,15 @@
 
 A draft of few tokens at a time costs what reading the weights costs. A drafter may round: its
 drafts are verified. On a CPU our kernels multiply bytes; elsewhere MLX's own quantisation is used.
+On CUDA launches cost more than reading, and our kernels, which take fewer, multiply bfloat16.
 """
 
 import logging
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from protocol.settings import MANY_DRAFT_WEIGHTS, DraftWeights
 from services.kernels.cpu.equip import equip
@@ -17,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
 _BITS = {"int8": 8, "int4": 4}
+_MOST_WIDENED = 1_000_000_000
+"""Most weights of a drafter that are widened on CUDA: two gigabytes."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -24,6 +30,8 @@ def use_weights(model: nn.Module, weights: DraftWeights) -> None:
     if kernels().on_gpu:
         if weights in _BITS:
             quantise_linears(model, _BITS[weights])
+        elif weights == "auto" and kernels().equip is not None:
+            widen(model)
         return
     chosen = weights
     if weights == "auto":
@@ -44,6 +52,43 @@ def _count_wide_weights(model: nn.Module) -> int:
         elif type(layer) is nn.QuantizedLinear and layer.bits > _BITS["int4"]:
             count += layer.weight.size * 32 // layer.bits
     return count
+
+
+def widen(model: nn.Module) -> None:
+    """Make the model compute in bfloat16, whatever its weights are, unless it is too large."""
+    kinds = (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
+    layers: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in model.named_modules() if type(layer) in kinds
+    ]
+    if sum(_count_weights(layer) for _, layer in layers) > _MOST_WIDENED:
+        return
+    wide = [(name, _widened(layer)) for name, layer in layers if hasattr(layer, "scales")]
+    model.update_modules(tree_unflatten(wide))
+    model.set_dtype(mx.bfloat16)
+
+
+def _count_weights(layer: Any) -> int:
+    size: int = layer.weight.size
+    return size * 32 // layer.bits if hasattr(layer, "bits") else size
+
+
+def _widened(layer: Any) -> nn.Module:
+    """Return this quantised layer with plain weights."""
+    weight = mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    wide: Any = nn.Embedding(1, 1)
+    if isinstance(layer, nn.QuantizedLinear):
+        wide = nn.Linear(1, 1, bias=False)
+        if "bias" in layer:
+            wide.bias = layer.bias
+    wide.weight = weight.astype(mx.bfloat16)
+    return wide
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:

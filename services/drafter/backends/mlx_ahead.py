@@ -194,7 +194,7 @@ def _read_layer(
     places: list[int] = np.searchsorted(rows, np.arange(len(tips))).tolist()
     best: list[int] = tokens[:, 0].tolist()
     after = [
-        tip._replace(token=token, parent=fed, place=place)
+        Tip(token, fed, tip.fork, place)
         for fed, (tip, token, place) in enumerate(zip(tips, best, places, strict=True), start=first)
     ]
     return layer, after

@@ -78,8 +78,11 @@ class TracedLinear(nn.Linear):
         if not self.serves(x):
             by_mlx: mx.array = super().__call__(x)
             return by_mlx
-        found = product.multiply(x, self.weight)
-        return found + self.bias if "bias" in self else found
+        return self.multiply_normed(x, None)
+
+    def multiply_normed(self, x: mx.array, norm: product.Norm | None) -> mx.array:
+        """Return the layer's outputs for rows that are normed first, by our kernel."""
+        return product.multiply(x, self.weight, norm=norm, more=self.get("bias"))
 
 
 class TracedEmbedding(nn.Embedding):

@@ -25,8 +25,8 @@ from services.mlx.launching import launch
 
 _log = logging.getLogger(__name__)
 
-TIMEOUT_MS = 12
-"""Longest wait: about twice the time for a draft after a miss."""
+TIMEOUT_MS = 30
+"""Longest wait: about twice the time in which a drafter answers after a rest."""
 
 _WORDS = 128
 """Words per box."""

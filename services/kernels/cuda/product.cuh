@@ -5,13 +5,45 @@ constexpr int TOGETHER = 4;    // steps that lie side by side
 constexpr int PARTS = 8;       // sums of an output, each over its share of the inputs
 constexpr int DEPTH = 4;       // steps whose weights are on the way
 
-// 16 * GROUPS outputs from `first` on, of 8 * TILES rows of x [rows, inputs] from `first_row` on;
-// with `more` [rows, outputs] added to them. If GATED there are twice as many outputs, and each
+// What is added to each output, of one row or of each.
+template <typename T>
+struct More {
+  const T* at;
+  int step;  // from row to row
+};
+
+// The RMS norm of each row before it is multiplied; without a gain there is none.
+template <typename T>
+struct Norm {
+  const T* gain;
+  float eps;
+};
+
+// Finds the factor of each of COUNT rows from `first` on, in an order that depends on nothing else.
+template <typename T, int COUNT, int WARPS>
+__device__ inline void find_factors(const T* x, float eps, int rows, int inputs, int first,
+                                    float (&factors)[COUNT]) {
+  const int lane = threadIdx.x % 32;
+  for (int r = threadIdx.x / 32; r < COUNT; r += WARPS) {
+    float squares = 0.0f;
+    for (int at = 8 * lane; at < inputs; at += 8 * 32) {
+      const Run<T> run = read_run(x + long(first + r) * inputs + at, first + r < rows);
+#pragma unroll
+      for (int i = 0; i < 8; i++) squares += float(run.at[i]) * float(run.at[i]);
+    }
+    const float all = summed(squares);
+    if (lane == 0) factors[r] = rsqrtf(all / inputs + eps);
+  }
+  __syncthreads();
+}
+
+// 16 * GROUPS outputs from `first` on, of 8 * TILES rows of x [rows, inputs] from `first_row` on,
+// normed first, with `more` added. If GATED there are twice as many outputs, and each
 // that is written is the one of the second half times the sigmoid-weighted one of the first.
 // How an output is summed does not depend on how many there are, nor on how many rows.
 template <typename T, int TILES, int GROUPS, int WARPS, bool GATED>
-__device__ void multiply_rows(const T* x, const T* w, const T* more, int rows, int inputs,
-                              int outputs, int first_row, int first, T* out) {
+__device__ void multiply_rows(const T* x, const T* w, Norm<T> norm, More<T> more, int rows,
+                              int inputs, int outputs, int first_row, int first, T* out) {
   constexpr int LINES = 2 * GROUPS, SHARES = PARTS / WARPS, OUTPUTS = 16 * GROUPS;
   constexpr int ROWS = 8 * TILES, WRITTEN = GATED ? OUTPUTS / 2 : OUTPUTS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -47,11 +79,25 @@ __device__ void multiply_rows(const T* x, const T* w, const T* more, int rows, i
 #pragma unroll
   for (int step = 0; step < DEPTH - 1; step++) fetch(step);
 
+  float own_factors[TILES] = {};
+  if (norm.gain != nullptr) {
+    __shared__ float factors[ROWS];
+    find_factors<T, ROWS, WARPS>(x, norm.eps, rows, inputs, first_row, factors);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) own_factors[t] = factors[8 * t + line];
+  }
   const auto read = [&](int step, Run<T>(&own)[TILES]) {
     const int at = find(step);
 #pragma unroll
     for (int t = 0; t < TILES; t++)
       own[t] = read_run(row[t] + at, at < inputs && first_row + 8 * t + line < rows);
+    if (norm.gain == nullptr) return;
+    const Run<T> gain = read_run(norm.gain + at, at < inputs);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        own[t].at[i] = T(float(own[t].at[i]) * own_factors[t] * float(gain.at[i]));
   };
 
   float sums[SHARES][GROUPS][TILES][4] = {};
@@ -100,7 +146,7 @@ __device__ void multiply_rows(const T* x, const T* w, const T* more, int rows, i
     const long place = long(first_row + r) * outputs + first + o;
     float value = total(r, o);
     if constexpr (GATED) value = value / (1.0f + __expf(-value)) * total(r, o + WRITTEN);
-    if (more != nullptr) value += float(more[place]);
+    if (more.at != nullptr) value += float(more.at[(first_row + r) * long(more.step) + first + o]);
     out[place] = T(value);
   }
 }

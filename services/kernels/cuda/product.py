@@ -10,6 +10,9 @@ A call from Python costs more than it saves, since MLX builds the kernel's sourc
 replay of a trace (`services.engine.traced_forward`) does not.
 """
 
+import re
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from services.kernels.cuda.kernel import LANES, build
@@ -30,9 +33,17 @@ fewer, so that each row that is read serves more outputs. A gated block always h
 
 _BODY = """
 multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
-    x, w, MORE, x_shape[1], x_shape[2], w_shape[0] / (GATED ? 2 : 1), blockIdx.y * TILES * 8,
-    blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
+    x, w, Norm<T>{NORM}, More<T>{MORE}, x_shape[1], x_shape[2], w_shape[0] / (GATED ? 2 : 1),
+    blockIdx.y * TILES * 8, blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
 """
+
+
+class Norm(NamedTuple):
+    """The RMS norm of rows before they are multiplied."""
+
+    gain: mx.array
+    """[inputs], of the rows' type."""
+    eps: float
 
 
 def takes(x: mx.array, weight: mx.array) -> bool:
@@ -40,24 +51,23 @@ def takes(x: mx.array, weight: mx.array) -> bool:
     return x.dtype == weight.dtype and weight.dtype in TYPES and weight.shape[1] % _RUN == 0
 
 
-def multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """Multiply [..., rows, inputs] by [outputs, inputs]; see `takes`."""
-    return _launch(x, weight)
-
-
-def multiply_add(x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
-    """Multiply, and add [..., rows, outputs] `more` to the result."""
-    return _launch(x, weight, more=more)
-
-
-def multiply_gated(x: mx.array, weight: mx.array) -> mx.array:
-    """Compute silu(gate) * up, [..., rows, outputs], with weights [gate and up outputs, inputs]."""
-    return _launch(x, weight, gated=True)
-
-
-def _launch(
-    x: mx.array, weight: mx.array, *, more: mx.array | None = None, gated: bool = False
+def multiply(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    norm: Norm | None = None,
+    more: mx.array | None = None,
+    gated: bool = False,
 ) -> mx.array:
+    """Multiply [..., rows, inputs] by [outputs, inputs]; see `takes`.
+
+    Args:
+        x: the rows.
+        weight: if gated, of the gate's outputs and then as many more.
+        norm: the rows are normed before.
+        more: [..., rows, outputs] or [outputs], added to the result.
+        gated: True for silu(gate) * up, half as many outputs.
+    """
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (2 if gated else 1)
     rows = x.size // inputs
@@ -66,9 +76,13 @@ def _launch(
     written = groups * _GROUP // (2 if gated else 1)
     blocks = -(-outputs // written), -(-rows // (tiles * _TILE))
     arrays = {"x": x.reshape(1, rows, inputs), "w": weight}
+    words = {"NORM": "nullptr, 0.0f", "MORE": "nullptr, 0"}
+    if norm is not None:
+        # A constant of the kernel: MLX keeps a single number where the device waits to read it.
+        arrays["gain"], words["NORM"] = norm.gain, f"gain, {float(norm.eps)!r}f"
     if more is not None:
-        arrays["more"] = more.reshape(1, rows, outputs)
-    body = _BODY.replace("MORE", "nullptr" if more is None else "more")
+        arrays["more"], words["MORE"] = more, f"more, {0 if more.ndim == 1 else outputs}"
+    body = re.sub("|".join(map(r"\b{}\b".format, words)), lambda word: words[word[0]], _BODY)
     make = build(("tile.cuh", "product.cuh"), body, tuple(arrays), contiguous=True)
     found: list[mx.array] = make(
         inputs=list(arrays.values()),

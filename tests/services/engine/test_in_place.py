@@ -23,7 +23,7 @@ from services.mlx.loader import load
 from services.runtime.preparation import run_all
 from tests.services.engine.test_slot_table import Line, shared_pass
 from tests.services.engine.test_traced_forward import stores_of
-from tests.services.kernels.cuda.host import attend_gathered, write_rows
+from tests.services.kernels.cuda.host import attend_gathered, move_rows, write_rows
 from tests.support.reference import tiny_folder
 
 PROMPT = [token % 64 for token in range(20)]
@@ -36,6 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     for home in (kv_rows, traced_forward):
         monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
     monkeypatch.setattr(kv_rows, "write", write_rows)
+    monkeypatch.setattr(kv_rows, "move", move_rows)
     return module
 
 
@@ -100,8 +101,6 @@ def test_of_a_tree_a_path_stands(model: Any) -> None:
     tree = read_tree([5, 9, 3, 11, 4], [0, 0, 1, 2])
     store.append_tree(tree)
     mx.eval(traced(mx.array([tree.tokens]), store))
-    # Without CUDA rows are moved by MLX.
-    store.written = None
     store.commit_rows([0, 2, 4])
     assert_pass(traced, store, [6, 7], [*PROMPT, 5, 3, 4, 6, 7])
 

@@ -19,6 +19,7 @@ from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
+from services.verifier import pass_times
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -231,10 +232,10 @@ def test_a_grant_for_what_is_in_work_leaves_the_pass_waiting() -> None:
     stream.close()
 
 
-def test_nothing_waits_where_plain_tokens_follow() -> None:
-    """A free run begins its passes ahead by itself, and a drafter that rests prepares nothing."""
+def test_a_pass_waits_for_whatever_is_asked_for() -> None:
+    """Not within a free run, which begins its passes ahead; also while the drafter rests."""
     stream = Rung(PROMPTS[0], lambda: False)
-    for more in ({"granted": 1}, {"drafter_idle": True}):
+    for more, waits in (({"granted": 1}, False), ({"drafter_idle": True}, True)):
         ask = stream.ask(read_tree([stream.committed[-1]], []))
         message = Verify(
             sequence=ask.sequence,
@@ -245,9 +246,23 @@ def test_nothing_waits_where_plain_tokens_follow() -> None:
             **more,
         )
         said(stream.verifier.handle(message))
-        assert not stream.bell.waiting
+        assert bool(stream.bell.waiting) is waits
         stream.committed.append(stream.rest.pop(0))
     stream.close()
+
+
+def test_passes_are_timed_as_those_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched before their tokens are known, each with the rows that it needs; none stays."""
+    monkeypatch.setattr(pass_times, "_BUDGET_S", 60.0)
+    monkeypatch.setattr(pass_times, "_DEAR", 1e6)
+    verifier, traced = _traced()
+    bell = FakeDoorbell(lambda: False)
+    runner = ModelRunner(verifier.target.verify, traced)
+    verifier.scheduler.prelauncher = Prelauncher(runner, bell)
+    times = run_all(pass_times.measure_passes(verifier, drafter_idle=True))
+    assert set(times.chains) == set(pass_times._CHAINS)
+    assert bell.rung >= len(times.chains) * pass_times._SWEEPS
+    assert not bell.waiting
 
 
 def test_passes_that_come_too_late_again_and_again_are_launched_no_more() -> None:

@@ -102,3 +102,41 @@ def test_quantising_leaves_other_layers() -> None:
     model = _Tied()
     quantise_linears(model, 8)
     assert type(model.model.embed_tokens) is nn.Embedding
+
+
+@pytest.mark.parametrize("stored", [0, 4])
+def test_on_cuda_a_drafter_computes_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    """Whatever its file has, so that kernels of ours serve it; its outputs stay close."""
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cuda"])
+    model = _Tied()
+    if stored:
+        nn.quantize(
+            model,
+            group_size=64,
+            bits=stored,
+            class_predicate=lambda _, m: hasattr(m, "weight") and m.weight.shape[-1] % 64 == 0,
+        )
+        model.model.layer.scales = model.model.layer.scales.astype(mx.float16)
+    before = outputs(model, 4)
+    use_weights(model, "auto")
+    inner = model.model
+    kinds = (type(inner.layer), type(inner.embed_tokens), type(inner.small))
+    assert kinds == (nn.Linear, nn.Embedding, nn.Linear)
+    assert all(one.weight.dtype == mx.bfloat16 for one in (inner.layer, inner.embed_tokens))
+    assert inner.small.bias.dtype == mx.bfloat16
+    for old, new in zip(before, outputs(model, 4), strict=True):
+        assert mx.allclose(old, new, atol=0.02 * float(mx.abs(old).max()), rtol=0.0)
+
+
+def test_a_large_drafter_keeps_its_weights_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reading would cost more than its launches."""
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cuda"])
+    model = _Tied()
+    quantise_linears(model, 8)
+    weights = 512 * 256 + 600 * 256 + 16 * 16
+    for most, kind in ((weights - 1, nn.QuantizedLinear), (weights, nn.Linear)):
+        monkeypatch.setattr(draft_weights, "_MOST_WIDENED", most)
+        use_weights(model, "auto")
+        assert type(model.model.layer) is kind

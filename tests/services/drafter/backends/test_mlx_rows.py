@@ -23,6 +23,7 @@ from services.drafter.backends.mlx_rows import TracedPasses
 from services.engine import traced_forward
 from services.engine.batch import BatchArrays
 from services.engine.trace import Trace
+from services.kernels.cuda import kv_rows
 from services.kernels.cuda.sampling.rules import write_rules
 from services.mlx import selftest
 from services.mlx.loader import load
@@ -33,6 +34,7 @@ from tests.properties import examples
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
 from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_cpu, as_on_a_gpu
+from tests.services.kernels.cuda.host import move_rows, write_rows
 from tests.support.lockstep import Lockstep
 from tests.support.reference import SAMPLINGS, Reference, plain, said, tiny_folder
 
@@ -95,6 +97,30 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: Sampling, replayed: 
     assert line.outcomes_hit >= 6
     assert {1, 8} == set(replayed)
     setup_of(family).backend.close(line.number)
+
+
+def test_a_tree_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the paths that are kept are moved there; the drafts are those of a fresh start."""
+    setup = Setup(as_on_a_gpu(tiny_folder("llama")), Reference(tiny_folder("llama")))
+    trace_ = trace(setup.backend).forward._trace
+    for home in (kv_rows, traced_forward):
+        monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
+    # What is compiled runs when MLX likes, and these write at once.
+    trace_.may_write, trace_._replay = True, trace_._forward
+    moves: list[int] = []
+
+    def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+        moves.append(slots.size)
+        return move_rows(keys, values, slots, to)
+
+    monkeypatch.setattr(kv_rows, "write", write_rows)
+    monkeypatch.setattr(kv_rows, "move", move)
+    line = Line(setup, SAMPLINGS["greedy"])
+    for played in SCRIPT:
+        line.play(played)
+    assert line.outcomes_hit >= 6
+    assert moves
+    setup.backend.close(line.number)
 
 
 @examples(30, phases=(Phase.generate,))

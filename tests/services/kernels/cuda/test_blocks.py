@@ -51,19 +51,23 @@ class Kernels:
         self.calls: list[str] = []
         self.factor = factor
 
-    def multiply(self, x: mx.array, weight: mx.array) -> mx.array:
-        self.calls.append("multiply")
-        return x @ weight.T
-
-    def multiply_add(self, x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
-        self.calls.append("multiply_add")
-        return self.factor * (x @ weight.T) + more
-
-    def multiply_gated(self, x: mx.array, weight: mx.array) -> mx.array:
-        self.calls.append("multiply_gated")
-        gate, up = mx.split(x @ weight.T, 2, axis=-1)
-        gated: mx.array = nn.silu(gate) * up
-        return gated
+    def multiply(
+        self,
+        x: mx.array,
+        weight: mx.array,
+        *,
+        norm: product.Norm | None = None,
+        more: mx.array | None = None,
+        gated: bool = False,
+    ) -> mx.array:
+        self.calls.append("multiply" if norm is None else "multiply normed")
+        x = (x if norm is None else mx.fast.rms_norm(x, *norm)) @ weight.T
+        if gated:
+            gate, up = mx.split(x, 2, axis=-1)
+            x = nn.silu(gate) * up
+        if more is None:
+            return x
+        return more + (self.factor * x if more.ndim > 1 else x)
 
     def rotate(self, x: mx.array, positions: mx.array, layer: Heads) -> list[mx.array]:
         self.calls.append("rotate")
@@ -93,8 +97,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     """Let these be chosen, here; the kernels take the sizes of tiny models, and are faster."""
-    for name in ("multiply", "multiply_add", "multiply_gated"):
-        monkeypatch.setattr(product, name, getattr(kernels, name))
+    monkeypatch.setattr(product, "multiply", kernels.multiply)
     monkeypatch.setattr(blocks, "rotate", kernels.rotate)
     monkeypatch.setattr(blocks, "SIZES", range(2, 300))
     monkeypatch.setattr(product, "TYPES", (mx.float32,))
@@ -166,7 +169,7 @@ def test_blocks_of_a_trace_go_through_the_kernels(
     assert kernels.calls == []
     with in_trace():
         found = run(module, [5, 6, 7], 9, positions)
-    of_a_block = ["multiply", "rotate", "multiply_add", "multiply_gated", "multiply_add"]
+    of_a_block = ["multiply normed", "rotate", "multiply", "multiply normed", "multiply"]
     assert kernels.calls[:-1] == of_a_block * len(module.model.layers)
     for other in (plain, found):
         np.testing.assert_allclose(np.array(other), np.array(expected), atol=2e-4)

@@ -197,8 +197,9 @@ def launch_all(dtype: mx.Dtype) -> None:
     for rows in (1, 9, 17):
         x, weight = mx.zeros((1, rows, 64), dtype), mx.zeros((64, 64), dtype)
         product.multiply(x, weight)
-        product.multiply_add(x, weight, x)
-        product.multiply_gated(x, weight)
+        product.multiply(x, weight, more=x)
+        product.multiply(x, weight, more=x[0, 0], norm=product.Norm(x[0, 0], 1e-6))
+        product.multiply(x, weight, gated=True)
     for size in attention._WARPS:
         queries = mx.zeros((1, 4, 3, size), dtype)
         for slots in (2 * attention._PART, 256):

@@ -42,25 +42,34 @@ def kernel(
 Kernel = tuple[Path, bool]
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("adds", ["nothing", "a row", "rows"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 8), (3, 1328, 21), (9, 40, 37)])
 def test_is_the_product(
-    kernel: Kernel, rows: int, inputs: int, outputs: int, *, adds: bool
+    kernel: Kernel, rows: int, inputs: int, outputs: int, adds: str, *, normed: bool
 ) -> None:
     """Of any number of rows, inputs and outputs, whole groups of them or not."""
     program, gated = kernel
     random = np.random.default_rng(rows)
-    x, w, more = (
+    added = {"nothing": 0, "a row": 1, "rows": rows}[adds]
+    x, w, more, gains = (
         random.normal(size=size)
-        for size in [(rows, inputs), (2 * outputs if gated else outputs, inputs), (rows, outputs)]
+        for size in [
+            (rows, inputs),
+            (2 * outputs if gated else outputs, inputs),
+            (added, outputs),
+            (inputs if normed else 0,),
+        ]
     )
-    numbers = [rows, inputs, outputs, int(adds), x, w / inputs**0.5, *([more] if adds else [])]
+    numbers = [rows, inputs, outputs, added, int(normed), x, w / inputs**0.5, more, gains]
     found = run_kernel(program, *numbers).reshape(rows, outputs)
+    if normed:
+        x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 0.5) * gains
     expected = x @ w.T / inputs**0.5
     if gated:
         gate, up = np.split(expected, 2, axis=1)
         expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(found, expected + (more if adds else 0), atol=1e-4)
+    np.testing.assert_allclose(found, expected + (more if added else 0), atol=1e-4)
 
 
 def test_a_row_has_the_same_bits_in_any_company(
@@ -69,17 +78,18 @@ def test_a_row_has_the_same_bits_in_any_company(
     """And however its block is divided."""
     program, gated = kernel
     random = np.random.default_rng(1)
-    x, w = (random.normal(size=(count, 2080)) for count in (9, 12 if gated else 6))
-    together = run_kernel(program, 9, 2080, 6, 0, x, w).reshape(9, 6)
+    x, w, gains = (random.normal(size=(count, 2080)) for count in (9, 12 if gated else 6, 1))
+    together = run_kernel(program, 9, 2080, 6, 0, 1, x, w, gains).reshape(9, 6)
     for row in (0, 4, 8):
-        alone = run_kernel(program, 1, 2080, 6, 0, x[row], w)
+        alone = run_kernel(program, 1, 2080, 6, 0, 1, x[row], w, gains)
         np.testing.assert_array_equal(together[row], alone)
     if not gated:
         sizes = {"BLOCK_TILES": 1, "BLOCK_GROUPS": 1, "BLOCK_WARPS": 4, "BLOCK_GATED": 0}
         other = compile_kernel(
             "product_host.cpp", tmp_path_factory.mktemp("other") / "product", **sizes
         )
-        np.testing.assert_array_equal(run_kernel(other, 9, 2080, 6, 0, x, w), together.ravel())
+        found = run_kernel(other, 9, 2080, 6, 0, 1, x, w, gains)
+        np.testing.assert_array_equal(found, together.ravel())
 
 
 class Products:
@@ -89,13 +99,21 @@ class Products:
         self.factor, self.fails_from = factor, fails_from
         self.rows: list[int] = []
 
-    def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
+    def __call__(
+        self,
+        x: mx.array,
+        weight: mx.array,
+        *,
+        norm: None = None,
+        more: mx.array | None = None,
+    ) -> mx.array:
+        del norm
         rows = x.size // weight.shape[1]
         if rows >= self.fails_from:
             raise RuntimeError("too many resources requested for launch")
         self.rows.append(rows)
         found: mx.array = self.factor * (x @ weight.T)
-        return found
+        return found if more is None else found + more
 
 
 @pytest.fixture
@@ -295,14 +313,24 @@ def test_the_kernel_multiplies_as_mlx_does(
         mx.random.normal(size, dtype, key=mx.random.key(size[0]))
         for size in [(1, rows, shape[1]), (2 * shape[0], shape[1]), (1, rows, shape[0])]
     )
-    half = w[: shape[0]]
+    half, norm = w[: shape[0]], product.Norm(w[-1], 1e-5)
+    normed = mx.fast.rms_norm(x, *norm)
+    by_us = [
+        product.multiply(x, half),
+        product.multiply(x, half, more=more),
+        product.multiply(x, w, gated=True),
+        product.multiply(x, half, norm=norm, more=more[0, 0]),
+        product.multiply(x, w, norm=norm, gated=True),
+    ]
     gate, up = mx.split((x @ w.T).astype(mx.float32), 2, axis=-1)
-    by_us = [product.multiply(x, half), product.multiply_add(x, half, more)]
-    by_us.append(product.multiply_gated(x, w))
     by_mlx = [gate, gate + more.astype(mx.float32), nn.silu(gate) * up]
+    gate, up = mx.split((normed @ w.T).astype(mx.float32), 2, axis=-1)
+    by_mlx += [gate + more[0, 0].astype(mx.float32), nn.silu(gate) * up]
     for found, expected in zip(by_us, by_mlx, strict=True):
         distance: Any = mx.linalg.norm(found.astype(mx.float32) - expected)
         assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
     for row in {0, rows // 2, rows - 1}:
-        alone = product.multiply(x[:, row : row + 1], half)
-        assert mx.array_equal(alone[0, 0], by_us[0][0, row]).item()
+        one = x[:, row : row + 1]
+        assert mx.array_equal(product.multiply(one, half)[0, 0], by_us[0][0, row]).item()
+        alone = product.multiply(one, w, norm=norm, gated=True)
+        assert mx.array_equal(alone[0, 0], by_us[4][0, row]).item()
