@@ -6,9 +6,9 @@ next pass, which runs while the host reads the last depth, sends it, and builds 
 abandoned pass has written only to scratch slots, or to a trunk that knows its tokens.
 """
 
+from collections import deque
 from collections.abc import Generator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +19,9 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
-from services.drafter.backends.mlx_rows import TracedPasses
+from services.drafter.backends.mlx_rows import Launched, TracedPasses
 from services.drafter.backends.mlx_tree import Bud, Trunk
-from services.engine.batch import Batch, advance_branches, advance_trunk
+from services.engine.batch import Batch, Span, advance_branches, advance_trunk
 from services.engine.pass_handle import PassHandle
 from services.engine.runner import ModelRunner
 from services.kernels.cuda.sampling.rules import write_rules
@@ -30,19 +30,6 @@ from services.mlx.launching import launch
 from services.runtime.preparation import Steps
 from services.sampling.candidates import check_shares
 from services.sampling.device import guess
-
-
-class _Launched(NamedTuple):
-    """A running pass, and the tokens chosen after it."""
-
-    tokens: mx.array
-    """[rows] int32, the argmax after each row."""
-    candidates: mx.array
-    """As from `sampling.device.guess`."""
-    logits: mx.array
-    """[rows, head]."""
-    following: Batch | None
-    """As for `PassHandle`."""
 
 
 class DepthsAhead:
@@ -80,28 +67,28 @@ class DepthsAhead:
         if tree is None or not count or not depth:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
-        span = tree.span(buds)
-        traced = self.traced
+        span, width = tree.span(buds), 1 + options.siblings
         # One pass more than depths, if there is room.
-        more = traced is not None and traced.forward.serves(store, span, depth=depth + 1)
+        more = self._pad(store, span, depth + 1) > 0
         batch = advance_branches(store, span, depth + more)
-        handle = self._run(batch.over(mx.array([bud.token for bud in buds], mx.int32)))
+        batch = batch.over(mx.array([bud.token for bud in buds], mx.int32))
+        padded = self._pad(store, span, batch.depth)
         positions = span.own_positions + 1 + options.shift
-        rules = _find_rules(trunk.sampling, positions, depth, len(handle.logits))
-        choose = partial(self._choose, 1 + options.siblings, trunk.sampling)
-        current = choose(rules[0], handle)
-        tree.add(buds, current.logits)
+        rules = _find_rules(trunk.sampling, positions, depth, padded or count)
+        running = self._begin(batch, width, trunk.sampling, rules, padded)
+        tree.add(buds, running[0].logits)
         for at in range(1, depth + 1):
-            batch = _follow(current)
-            if at < depth:
-                following: _Launched | None = choose(rules[at], self._run(batch))
-            else:
-                following = self._feed_last(current, batch)
+            current = running.popleft()
+            if not running and at < depth:
+                handle = self._run(_follow(current))
+                running.append(self._choose(width, trunk.sampling, rules[at], handle))
+            elif not running:
+                running.extend(self._feed_last(current, _follow(current)))
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
             layer, tips = _read_layer(roots, tips, candidates, first, options)
-            if following is not None:
-                current = following
-                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], current.logits)
+            if running:
+                buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
+                tree.add(buds, running[0].logits)
             yield layer
 
     def draft(
@@ -113,7 +100,7 @@ class DepthsAhead:
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         trunk.tree = None
 
-        def launch_depth(at: int, batch: Batch) -> _Launched:
+        def launch_depth(at: int, batch: Batch) -> Launched:
             handle = self._run(batch)
             handle.logits = handle.logits[-1:]
             return self._choose(1, trunk.sampling, rules[at], handle)
@@ -133,22 +120,40 @@ class DepthsAhead:
                 current = following
             yield TreeLayer([], [token], [candidates[1]])
 
+    def _pad(self, store: KVStore, span: Span, depth: int) -> int:
+        """Return the rows of passes from this span on, if they are traced, else 0."""
+        traced = self.traced
+        if traced is None or not traced.forward.serves(store, span, depth=depth):
+            return 0
+        return traced.forward.pad_rows(span.count)
+
+    def _begin(
+        self, batch: Batch, width: int, sampling: Sampling, rules: mx.array, padded: int
+    ) -> deque[Launched]:
+        """Launch the first depth, or the first ones together."""
+        if (traced := self.traced) is not None and padded and not has_filter(sampling):
+            together, drawn = traced.count_together(padded, len(rules)), not is_greedy(sampling)
+            if together:
+                first = rules[:together]
+                return deque(traced.grow(self._runner, batch, first, width, drawn=drawn))
+        return deque([self._choose(width, sampling, rules[0], self._run(batch))])
+
     def _run(self, batch: Batch) -> PassHandle:
         [handle] = self._runner.run(batch)
         handle.logits = handle.logits[:, : self._size]
         return handle
 
-    def _feed_last(self, current: _Launched, batch: Batch) -> _Launched | None:
+    def _feed_last(self, current: Launched, batch: Batch) -> list[Launched]:
         """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
         if not batch.depth:
-            return None
+            return []
         logits = self._run(batch).logits
         launch(logits)
-        return current._replace(logits=logits)
+        return [current._replace(logits=logits)]
 
     def _choose(
         self, width: int, sampling: Sampling, rules: mx.array, handle: PassHandle
-    ) -> _Launched:
+    ) -> Launched:
         logits, following = handle.logits, handle.following
         is_traced = following is not None and following.place
         if is_traced and self.traced and not has_filter(sampling):
@@ -157,10 +162,10 @@ class DepthsAhead:
         else:
             tokens, candidates = guess(logits, width, self._ids, rules, sampling)
         launch(tokens, candidates)
-        return _Launched(tokens, candidates, logits, following)
+        return Launched(tokens, candidates, logits, following)
 
 
-def _follow(current: _Launched) -> Batch:
+def _follow(current: Launched) -> Batch:
     """Return the pass over the tokens chosen after this one."""
     if current.following is None:
         raise ValueError("no pass continues these rows")
