@@ -66,7 +66,7 @@ class DepthsAhead:
         store, tree, count = _slots(trunk), trunk.tree, len(tips)
         if tree is None or not count or not depth:
             return
-        buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
+        buds = _to_buds(tips)
         span, width = tree.span(buds), 1 + options.siblings
         # One pass more than depths, if there is room.
         more = self._pad(store, span, depth + 1) > 0
@@ -82,14 +82,16 @@ class DepthsAhead:
             if not running and at < depth:
                 handle = self._run(_follow(current))
                 running.append(self._choose(width, trunk.sampling, rules[at], handle))
-            elif not running:
-                running.extend(self._feed_last(current, _follow(current)))
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
             layer, tips = _read_layer(roots, tips, candidates, first, options)
             if running:
-                buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
-                tree.add(buds, running[0].logits)
+                tree.add(_to_buds(tips), running[0].logits)
             yield layer
+            if at == depth and (batch := _follow(current)).depth:
+                # The last tokens, too, since that is cheap: a hit then has the whole next chain.
+                logits = self._run(batch).logits
+                launch(logits)
+                tree.add(_to_buds(tips), logits)
 
     def draft(
         self, trunk: Trunk, tokens: Tokens, count: int, options: RoundOptions
@@ -143,14 +145,6 @@ class DepthsAhead:
         handle.logits = handle.logits[:, : self._size]
         return handle
 
-    def _feed_last(self, current: Launched, batch: Batch) -> list[Launched]:
-        """Feed the last tokens, too, if that is cheap: a hit then has the whole next chain."""
-        if not batch.depth:
-            return []
-        logits = self._run(batch).logits
-        launch(logits)
-        return [current._replace(logits=logits)]
-
     def _choose(
         self, width: int, sampling: Sampling, rules: mx.array, handle: PassHandle
     ) -> Launched:
@@ -170,6 +164,10 @@ def _follow(current: Launched) -> Batch:
     if current.following is None:
         raise ValueError("no pass continues these rows")
     return current.following.over(current.tokens)
+
+
+def _to_buds(tips: list[Tip]) -> list[Bud]:
+    return [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
 
 
 def _slots(trunk: Trunk) -> KVStore:

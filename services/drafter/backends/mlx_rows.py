@@ -31,7 +31,7 @@ from services.sampling.device import guess
 TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; larger ones are not traced."""
 
-_TOGETHER = (3, 2)
+_TOGETHER = (4, 3, 2)
 """Numbers of depths that are launched together."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
