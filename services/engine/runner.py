@@ -96,20 +96,6 @@ class ModelRunner:
             launch(handles[0].logits if handles[0].joint is None else handles[0].joint.lazy)
         return handles
 
-    def lay_out(self, batch: Batch) -> tuple[BatchArrays, mx.array]:
-        """Begin a pass over branches; return its rows and its stride, for a trace of several.
-
-        Raises OutOfMemory if it does not fit.
-        """
-        [part] = batch.parts
-        if self.traced is None or batch.tokens is None or not isinstance(part.state, KVStore):
-            raise ValueError("only traces compute several passes together")
-        if self.memory is not None:
-            self.memory.check([(part.state, part.count)])
-        part.begin()
-        arrays = self.traced.lay_out(batch.tokens[None], part.state, batch.depth)
-        return arrays, mx.array(part.count, mx.int32)
-
     def reserve(self, rows: int, store: KVStore, bell: Doorbell) -> ReservedPass | None:
         """Start a pass over up to `rows` rows that waits for its tokens, once it is launched.
 

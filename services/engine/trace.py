@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from services.kv.cache import KVStore
 
 
-_Arrays = list[mx.array]
-_Results = tuple[mx.array, _Arrays, _Arrays, _Arrays, _Arrays]
-
-
 class FeatureReader(Protocol):
     """Reads features of the model during its passes (`services.mlx.taps`)."""
 
@@ -82,7 +78,7 @@ class Trace:
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
         self.reader = reader
-        self._replay: Any = mx.compile(self.forward)
+        self._replay: Any = mx.compile(self._forward)
 
     def __call__(
         self, batch: BatchArrays, layers: Sequence[LayerBuffers], stride: mx.array | None = None
@@ -100,17 +96,23 @@ class Trace:
             [layer.keys for layer in layers],
             [layer.values for layer in layers],
         )
-        written = put_back(layers, *buffers)
+        keys, values = buffers
+        written: list[mx.array] = []
+        if values:
+            # MLX writes in place only if no other reference exists: these replace the old ones.
+            for layer, *pair in zip(layers, keys, values, strict=True):
+                layer.keys, layer.values = pair
+        else:
+            written = keys
         return Replayed(logits, features[0] if features else None, written, following)
 
-    def forward(
+    def _forward(
         self,
         arrays: list[mx.array],
         strides: list[mx.array],
         keys: list[mx.array],
         values: list[mx.array],
-    ) -> _Results:
-        """Compute what is recorded: logits, features, what follows, and two lists of buffers."""
+    ) -> tuple[mx.array, *tuple[list[mx.array], ...]]:
         batch = BatchArrays(*arrays)
         layers = [
             TracedLayer(*pair, batch, owned=self.may_write, attend=self._attend)
@@ -127,18 +129,6 @@ class Trace:
         if written := find_written(layers):
             return *outputs, written, []
         return *outputs, [layer.keys for layer in layers], [layer.values for layer in layers]
-
-
-def put_back(
-    layers: Sequence[LayerBuffers], keys: list[mx.array], values: list[mx.array]
-) -> list[mx.array]:
-    """Give the layers the buffers of `Trace.forward`; return `Replayed.written`."""
-    if not values:
-        return keys
-    # MLX writes in place only if no other reference exists: these replace the old ones.
-    for layer, *pair in zip(layers, keys, values, strict=True):
-        layer.keys, layer.values = pair
-    return []
 
 
 def prefill(model: Any, new_store: "Callable[[], KVStore]", length: int) -> "KVStore":

@@ -6,9 +6,9 @@ next pass, which runs while the host reads the last depth, sends it, and builds 
 abandoned pass has written only to scratch slots, or to a trunk that knows its tokens.
 """
 
-from collections import deque
 from collections.abc import Generator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +19,9 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
-from services.drafter.backends.mlx_rows import Launched, TracedPasses
+from services.drafter.backends.mlx_rows import TracedPasses
 from services.drafter.backends.mlx_tree import Bud, Trunk
-from services.engine.batch import Batch, Span, advance_branches, advance_trunk
+from services.engine.batch import Batch, advance_branches, advance_trunk
 from services.engine.pass_handle import PassHandle
 from services.engine.runner import ModelRunner
 from services.kernels.cuda.sampling.rules import write_rules
@@ -30,6 +30,19 @@ from services.mlx.launching import launch
 from services.runtime.preparation import Steps
 from services.sampling.candidates import check_shares
 from services.sampling.device import guess
+
+
+class _Launched(NamedTuple):
+    """A running pass, and the tokens chosen after it."""
+
+    tokens: mx.array
+    """[rows] int32, the argmax after each row."""
+    candidates: mx.array
+    """As from `sampling.device.guess`."""
+    logits: mx.array
+    """[rows, head]."""
+    following: Batch | None
+    """As for `PassHandle`."""
 
 
 class DepthsAhead:
@@ -67,31 +80,30 @@ class DepthsAhead:
         if tree is None or not count or not depth:
             return
         buds = _to_buds(tips)
-        span, width = tree.span(buds), 1 + options.siblings
+        span = tree.span(buds)
+        traced = self.traced
         # One pass more than depths, if there is room.
-        more = self._pad(store, span, depth + 1) > 0
+        more = traced is not None and traced.forward.serves(store, span, depth=depth + 1)
         batch = advance_branches(store, span, depth + more)
-        batch = batch.over(mx.array([bud.token for bud in buds], mx.int32))
-        padded = self._pad(store, span, batch.depth)
+        handle = self._run(batch.over(mx.array([bud.token for bud in buds], mx.int32)))
         positions = span.own_positions + 1 + options.shift
-        rules = _find_rules(trunk.sampling, positions, depth, padded or count)
-        running = self._begin(batch, width, trunk.sampling, rules, padded)
-        tree.add(buds, running[0].logits)
+        rules = _find_rules(trunk.sampling, positions, depth, len(handle.logits))
+        choose = partial(self._choose, 1 + options.siblings, trunk.sampling)
+        current = choose(rules[0], handle)
+        tree.add(buds, current.logits)
         for at in range(1, depth + 1):
-            current = running.popleft()
-            if not running and at < depth:
-                handle = self._run(_follow(current))
-                running.append(self._choose(width, trunk.sampling, rules[at], handle))
+            following = choose(rules[at], self._run(_follow(current))) if at < depth else None
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
             layer, tips = _read_layer(roots, tips, candidates, first, options)
-            if running:
-                tree.add(_to_buds(tips), running[0].logits)
+            if following is not None:
+                current = following
+                tree.add(_to_buds(tips), current.logits)
             yield layer
-            if at == depth and (batch := _follow(current)).depth:
-                # The last tokens, too, since that is cheap: a hit then has the whole next chain.
-                logits = self._run(batch).logits
-                launch(logits)
-                tree.add(_to_buds(tips), logits)
+        if (batch := _follow(current)).depth:
+            # The last tokens, too, since that is cheap: a hit then has the whole next chain.
+            logits = self._run(batch).logits
+            launch(logits)
+            tree.add(_to_buds(tips), logits)
 
     def draft(
         self, trunk: Trunk, tokens: Tokens, count: int, options: RoundOptions
@@ -102,7 +114,7 @@ class DepthsAhead:
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         trunk.tree = None
 
-        def launch_depth(at: int, batch: Batch) -> Launched:
+        def launch_depth(at: int, batch: Batch) -> _Launched:
             handle = self._run(batch)
             handle.logits = handle.logits[-1:]
             return self._choose(1, trunk.sampling, rules[at], handle)
@@ -122,24 +134,6 @@ class DepthsAhead:
                 current = following
             yield TreeLayer([], [token], [candidates[1]])
 
-    def _pad(self, store: KVStore, span: Span, depth: int) -> int:
-        """Return the rows of passes from this span on, if they are traced, else 0."""
-        traced = self.traced
-        if traced is None or not traced.forward.serves(store, span, depth=depth):
-            return 0
-        return traced.forward.pad_rows(span.count)
-
-    def _begin(
-        self, batch: Batch, width: int, sampling: Sampling, rules: mx.array, padded: int
-    ) -> deque[Launched]:
-        """Launch the first depth, or the first ones together."""
-        if (traced := self.traced) is not None and padded and not has_filter(sampling):
-            together, drawn = traced.count_together(padded, len(rules)), not is_greedy(sampling)
-            if together:
-                first = rules[:together]
-                return deque(traced.grow(self._runner, batch, first, width, drawn=drawn))
-        return deque([self._choose(width, sampling, rules[0], self._run(batch))])
-
     def _run(self, batch: Batch) -> PassHandle:
         [handle] = self._runner.run(batch)
         handle.logits = handle.logits[:, : self._size]
@@ -147,7 +141,7 @@ class DepthsAhead:
 
     def _choose(
         self, width: int, sampling: Sampling, rules: mx.array, handle: PassHandle
-    ) -> Launched:
+    ) -> _Launched:
         logits, following = handle.logits, handle.following
         is_traced = following is not None and following.place
         if is_traced and self.traced and not has_filter(sampling):
@@ -156,10 +150,10 @@ class DepthsAhead:
         else:
             tokens, candidates = guess(logits, width, self._ids, rules, sampling)
         launch(tokens, candidates)
-        return Launched(tokens, candidates, logits, following)
+        return _Launched(tokens, candidates, logits, following)
 
 
-def _follow(current: Launched) -> Batch:
+def _follow(current: _Launched) -> Batch:
     """Return the pass over the tokens chosen after this one."""
     if current.following is None:
         raise ValueError("no pass continues these rows")

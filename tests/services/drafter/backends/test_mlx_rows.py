@@ -83,16 +83,7 @@ def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         seen.append(batch.count)
         return replay(self, batch, *arguments)
 
-    grow: Any = TracedPasses.grow
-
-    def spy_together(
-        self: TracedPasses, runner: Any, batch: Any, rules: mx.array, *arguments: Any, **how: Any
-    ) -> Any:
-        seen.extend([rules.shape[1]] * len(rules))
-        return grow(self, runner, batch, rules, *arguments, **how)
-
     monkeypatch.setattr(Trace, "__call__", spy)
-    monkeypatch.setattr(TracedPasses, "grow", spy_together)
     return seen
 
 
@@ -108,46 +99,14 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: Sampling, replayed: 
     setup_of(family).backend.close(line.number)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7])
-def test_the_first_depths_are_launched_together(
-    depth: int, replayed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two to four of them; the drafts are those of single launches, also under a filter."""
-    backend, drafts = setup_of("llama").backend, dict[bool, Any]()
-    launches: list[int] = []
-    grow = TracedPasses.grow
-
-    def spy(
-        self: TracedPasses, runner: Any, batch: Any, rules: mx.array, *more: Any, **how: Any
-    ) -> Any:
-        launches.append(len(rules))
-        return grow(self, runner, batch, rules, *more, **how)
-
-    monkeypatch.setattr(TracedPasses, "grow", spy)
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(TracedPasses, "count_together", lambda *_: 0)
-        list(backend.open(1, list(PROMPT), SAMPLINGS["sampled"]))
-        drafts[together] = [
-            layer.tokens for layer in said(backend.prepare(1, read_tree([120, 7]), [3, 2], depth))
-        ]
-        backend.close(1)
-    assert drafts[True] == drafts[False]
-    assert launches == {1: [], 2: [2], 3: [3]}.get(depth, [4])
-    assert replayed.count(8) == 2 * (depth + 2)  # the chain, and the last tokens
-
-
 def test_a_tree_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the paths that are kept are moved there; the drafts are those of a fresh start."""
     setup = Setup(as_on_a_gpu(tiny_folder("llama")), Reference(tiny_folder("llama")))
-    traced = trace(setup.backend)
-    trace_ = traced.forward.trace
+    trace_ = trace(setup.backend).forward._trace
     for home in (kv_rows, traced_forward):
         monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
     # What is compiled runs when MLX likes, and these write at once.
-    monkeypatch.setattr(mx, "compile", lambda run: run)
-    trace_.may_write, trace_._replay = True, trace_.forward
-    traced._growths.clear()
+    trace_.may_write, trace_._replay = True, trace_._forward
     moves: list[int] = []
 
     def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
@@ -161,7 +120,6 @@ def test_a_tree_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         line.play(played)
     assert line.outcomes_hit >= 6
     assert moves
-    assert traced._growths
     setup.backend.close(line.number)
 
 
