@@ -104,9 +104,16 @@ def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) 
 
 @cache
 def _tiny_target(family: str) -> tuple[LoadedModel, TargetModel | None]:
-    model = load(tiny_folder(family))
-    equip(model.module, rounds=False)  # the yardstick's arithmetic
+    model = load_target(tiny_folder(family))
     return model, prepare_shared(model.module)
+
+
+def load_target(folder: Path) -> LoadedModel:
+    """Load a target, with the yardstick's arithmetic."""
+    model = load(folder)
+    if compute_unit() == "cpu":
+        equip(model.module, rounds=False)
+    return model
 
 
 def prepare_shared(module: Any) -> TargetModel | None:

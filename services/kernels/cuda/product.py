@@ -37,6 +37,11 @@ multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
     blockIdx.y * TILES * 8, blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
 """
 
+_NORM_BODY = """
+norm_rows<T, WARPS>(x, Norm<T>{NORM}, x_shape[1], x_shape[2], blockIdx.x * WARPS, out);
+"""
+_NORM_WARPS = 4
+
 
 class Norm(NamedTuple):
     """The RMS norm of rows before they are multiplied."""
@@ -64,7 +69,8 @@ def multiply(
     Args:
         x: the rows.
         weight: if gated, of the gate's outputs and then as many more.
-        norm: the rows are normed before.
+        norm: the rows are normed before, many of them by a launch of its own: otherwise each block
+            would norm all of them.
         more: [..., rows, outputs] or [outputs], added to the result.
         gated: True for silu(gate) * up, half as many outputs.
     """
@@ -75,24 +81,47 @@ def multiply(
     groups, warps = _NARROW if tiles == 1 and not gated else _BROAD
     written = groups * _GROUP // (2 if gated else 1)
     blocks = -(-outputs // written), -(-rows // (tiles * _TILE))
-    arrays = {"x": x.reshape(1, rows, inputs), "w": weight}
-    words = {"NORM": "nullptr, 0.0f", "MORE": "nullptr, 0"}
+    shape, x = x.shape[:-1], x.reshape(1, rows, inputs)
+    if norm is not None and tiles > 1:
+        x, norm = norm_rows(x, norm), None
+    arrays, words = {"x": x, "w": weight}, {"NORM": "nullptr, 0.0f", "MORE": "nullptr, 0"}
     if norm is not None:
-        # A constant of the kernel: MLX keeps a single number where the device waits to read it.
-        arrays["gain"], words["NORM"] = norm.gain, f"gain, {float(norm.eps)!r}f"
+        arrays["gain"], words["NORM"] = norm.gain, _write(norm)
     if more is not None:
         arrays["more"], words["MORE"] = more, f"more, {0 if more.ndim == 1 else outputs}"
     body = re.sub("|".join(map(r"\b{}\b".format, words)), lambda word: words[word[0]], _BODY)
+    template = [("TILES", tiles), ("GROUPS", groups), ("WARPS", warps), ("GATED", gated)]
+    return _launch(body, arrays, template, blocks, outputs).reshape(*shape, outputs)
+
+
+def norm_rows(x: mx.array, norm: Norm) -> mx.array:
+    """Norm [1, rows, inputs], with the bits that `multiply` uses."""
+    body, blocks = _NORM_BODY.replace("NORM", _write(norm)), (-(-x.shape[1] // _NORM_WARPS), 1)
+    arrays = {"x": x, "gain": norm.gain}
+    return _launch(body, arrays, [("WARPS", _NORM_WARPS)], blocks, x.shape[2])
+
+
+def _write(norm: Norm) -> str:
+    # A constant of the kernel: MLX keeps a single number where the device waits to read it.
+    return f"gain, {float(norm.eps)!r}f"
+
+
+def _launch(
+    body: str,
+    arrays: dict[str, mx.array],
+    template: list[tuple[str, int]],
+    blocks: tuple[int, int],
+    outputs: int,
+) -> mx.array:
+    """Launch this kernel over `x`, one of the arrays; the result has as many rows."""
+    x, warps = arrays["x"], dict(template)["WARPS"]
     make = build(("tile.cuh", "product.cuh"), body, tuple(arrays), contiguous=True)
     found: list[mx.array] = make(
         inputs=list(arrays.values()),
-        template=[
-            ("T", x.dtype), ("TILES", tiles), ("GROUPS", groups), ("WARPS", warps),
-            ("GATED", gated),
-        ],
+        template=[("T", x.dtype), *template],
         grid=(blocks[0] * warps * LANES, blocks[1], 1),
         threadgroup=(warps * LANES, 1, 1),
-        output_shapes=[(*x.shape[:-1], outputs)],
+        output_shapes=[(1, x.shape[1], outputs)],
         output_dtypes=[x.dtype],
-    )  # fmt: skip
+    )
     return found[0]

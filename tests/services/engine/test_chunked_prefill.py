@@ -252,8 +252,9 @@ def test_a_long_chunk_lets_a_sign_of_life_through() -> None:
         assert sizer.size(alone=True, left=4096) == size, tokens_per_s
 
 
-def test_a_targets_chunks_do_not_depend_on_the_clock() -> None:
+def test_a_targets_chunks_do_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody waits they have one size, and what they take is known from the last."""
+    monkeypatch.setattr(chunked_prefill, "kernels", lambda: KERNELS["cpu"])
     sizer = ChunkSizer(512)
     assert sizer.expected_s == 0.0
     sizer.observe(32, 1.0)

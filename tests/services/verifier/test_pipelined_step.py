@@ -24,6 +24,7 @@ from services.engine.target_model import TargetModel
 from services.kernels.register import KERNELS
 from services.mlx.loader import LoadedModel, load
 from services.verifier.verifier import Verifier
+from tests.services.runtime.steps import at_once
 from tests.support.reference import SAMPLINGS, plain, prepare_shared, tiny_folder
 from tests.support.tiny_models import FAMILIES
 
@@ -58,7 +59,7 @@ class Asking:
 
     def __init__(self, family: str, sampling: Sampling, number: int = 1) -> None:
         # A replay of a trace does not call the model, and could not be counted.
-        with patch("services.engine.target_model.trace_if_faster", return_value=None):
+        with patch("services.engine.target_model.trace_if_faster", lambda *_, **__: at_once(None)):
             loaded, target = counted(family)
             self.verifier = Verifier(loaded, 512, target=target)
         self.model: Passes = loaded.module

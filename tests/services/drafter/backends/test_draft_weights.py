@@ -118,7 +118,8 @@ def test_on_cuda_a_drafter_computes_in_bfloat16(
             bits=stored,
             class_predicate=lambda _, m: hasattr(m, "weight") and m.weight.shape[-1] % 64 == 0,
         )
-        model.model.layer.scales = model.model.layer.scales.astype(mx.float16)
+        for name in ("scales", "biases"):
+            model.model.layer[name] = model.model.layer[name].astype(mx.float16)
     before = outputs(model, 4)
     use_weights(model, "auto")
     inner = model.model

@@ -19,13 +19,12 @@ from orchestrator.sequence.limits import Limits
 from protocol.messages import Features, Sampling, Statistics
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.head.loading import load_head
-from services.kernels.cpu.equip import equip
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.services.drafter.lookup_backend import LookupBackend
 from tests.support.head_reference import Tensors
 from tests.support.lockstep import Lockstep
-from tests.support.reference import plain, tiny_folder
+from tests.support.reference import load_target, plain, tiny_folder
 from tests.support.tiny_models import vocabulary_size
 from tests.support.write_heads import WIDTH, dflash, eagle3, mtp, write_head
 
@@ -47,9 +46,7 @@ SAMPLINGS = {"greedy": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
 
 @cache
 def verifier_of(family: str) -> Verifier:
-    model = load(tiny_folder(family))
-    equip(model.module, rounds=False)  # the arithmetic of plain decoding by mlx-lm
-    return Verifier(model, 512)
+    return Verifier(load_target(tiny_folder(family)), 512)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
