@@ -177,7 +177,6 @@ class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Verifier: while the drafter is idle. Drafter: of a token drafted while the target waits."""
     contended: _MillisecondsByRows = {}
     """Verifier: chains without the cores of the drafter, which it uses otherwise."""
-    trees: _MillisecondsByRows = {}
 
 
 class PreparationState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

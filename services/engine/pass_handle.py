@@ -22,7 +22,6 @@ from services.kernels.cuda.doorbell import Doorbell, Ticket
 from services.kernels.cuda.host_rows import ReadRows
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.mlx.launching import launch
 from services.sampling import device
 
 if TYPE_CHECKING:
@@ -98,11 +97,6 @@ class PassHandle:
         if self.joint is None:
             return None
         return self.joint.tokens[self.row : self.row + self.logits.shape[0]]
-
-    def launch(self) -> None:
-        """Start what is still to be computed of it."""
-        if not isinstance(self.choice, np.ndarray):
-            launch(self.logits if self.choice is None else self.choice)
 
     def tokens(self) -> Ids:
         """Return the choice on the host; waits."""

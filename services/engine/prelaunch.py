@@ -10,7 +10,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import mlx.core as mx
@@ -35,12 +35,6 @@ _LEAST_ROWS = 8
 """Fewest rows of a pass: fewer would hardly be faster, and would limit the length of drafts."""
 _ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS if size >= _LEAST_ROWS}
 """Assumed until passes are timed: rows are cheap where passes are prelaunched."""
-_MOST_MOVED = 0.06
-"""Share of branching trees whose rows may be moved, which makes the pass after them useless: it
-then costs a whole pass, and prelaunching saves about this share of one.
-"""
-_ASSUMED_MOVED, _SMOOTHING = 0.12, 1 / 16
-"""Initial estimate of that share, and the weight of the next tree."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, in addition to one in a hundred, before prelaunching stops."""
 _TRIAL_PROMPT = 200
@@ -88,7 +82,6 @@ class Prelauncher:
         sizes = TREE_ROWS if runner.traced is None else runner.traced.tree_rows
         self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size in _ASSUMED_MS}
         self._taken = self._missed = 0
-        self._moved = _ASSUMED_MOVED
 
     def forget(self) -> None:
         """Forget the trees verified so far, and cancel the waiting pass."""
@@ -120,9 +113,9 @@ class Prelauncher:
             return  # the host chooses, or has to fetch what is read of the target
         if self._bell is None or self._waiting is not None:
             return
-        moves = self._moved > _MOST_MOVED and not tree.is_chain
-        fits = len(tree) <= max(self._pass_ms)
-        if moves or not fits or not isinstance(state, KVStore) or state.memory is not None:
+        # Rows of a branching tree may be moved, which would make the pass useless.
+        fits = tree.is_chain and len(tree) <= max(self._pass_ms)
+        if not fits or not isinstance(state, KVStore) or state.memory is not None:
             return
         self._lengths.append(len(tree))
         after = self._runner.reserve(choose_rows(self._lengths, self._pass_ms), state, self._bell)
@@ -156,14 +149,6 @@ class Prelauncher:
         if missed:
             return None
         return current.tokens() if tokens is None else tokens
-
-    def on_judged(self, tree: TokenTree, rows: Sequence[int]) -> None:
-        """Record the accepted rows: if others are moved, a waiting pass is useless."""
-        moved = rows[-1] >= len(rows)
-        if not tree.is_chain:
-            self._moved += _SMOOTHING * (moved - self._moved)
-        if moved:
-            self.call_off()
 
     def call_off(self) -> None:
         """Cancel the waiting pass."""

@@ -207,8 +207,6 @@ class Scheduler:
             prelauncher, is_alone = self.prelauncher, len(self._sequences) == 1
             if prelauncher and is_alone and sequence.awaits_request and not self._prompts:
                 prelauncher.launch(handle, tree, *self._sequences)
-            if self.pipelines and not sequence.drafter_idle:
-                handle.launch()
             if handle.choice is None:
                 return handle, None
             tokens = handle.tokens() if prelauncher is None else prelauncher.settle(handle)

@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 _PROMPT = list(range(16))
 _CHAINS = (1, 4, 8, 2, 16, 3, 6, 32, 10, 12, 24, 5)
 """Numbers of tokens, the most informative first."""
-_TREES = (8, 16, 4, 32, 12)
 _RUN = 2
 """Tokens of plain decoding that are granted behind a timed one."""
 _SWEEPS = 3
@@ -142,29 +141,26 @@ def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> Steps[PassTimes
 
 
 def _measure(trial: TrialSequence, verifier: Verifier, times: PassTimes) -> Steps[None]:
-    """Time chains and trees, a few times each."""
+    """Time chains, a few times each."""
     taken_s, chains = 0.0, times.chains
-    shapes = [(chains, list(range(rows - 1))) for rows in _CHAINS]
-    shapes += [(times.trees, [0] * (rows - 1)) for rows in _TREES if verifier.takes_trees]
-    for least, parents in shapes * _SWEEPS:
-        rows = 1 + len(parents)
-        if len(parents) > verifier.max_draft_tokens or _is_too_dear(chains, rows):
+    for rows in _CHAINS * _SWEEPS:
+        if rows > 1 + verifier.max_draft_tokens or _is_too_dear(chains, rows):
             continue
         if chains and taken_s >= _BUDGET_S:
             return
         while verifier.is_computing:
             yield
         began = time.monotonic()
-        # Plain decoding goes on without being asked, which may be much faster.
-        taken_ms = _time(trial, verifier, parents, granted=_RUN if rows == 1 else 0)
-        least[rows] = min(least.get(rows, taken_ms), taken_ms)
+        taken_ms = _time(trial, verifier, rows)
+        chains[rows] = min(chains.get(rows, taken_ms), taken_ms)
         taken_s += time.monotonic() - began
         yield
 
 
-def _time(trial: TrialSequence, verifier: Verifier, parents: Parents, *, granted: int) -> float:
+def _time(trial: TrialSequence, verifier: Verifier, rows: int) -> float:
     """Return the milliseconds of a pass; launched before its tokens are known, if passes are."""
-    prelauncher = verifier.scheduler.prelauncher
+    prelauncher, parents = verifier.scheduler.prelauncher, list(range(rows - 1))
+    granted = _RUN if rows == 1 else 0  # plain decoding goes on unasked, which may be faster
     if prelauncher is None:
         return trial.verify(parents, granted=granted)
     prelauncher.forget()

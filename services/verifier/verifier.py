@@ -318,8 +318,6 @@ class Verifier:
         try:
             handle, tokens = yield from self.scheduler.run(sequence, tree)
             judged = sequence.rule.accept(handle.logits, message, tree, tokens)
-            if self.scheduler.prelauncher is not None:
-                self.scheduler.prelauncher.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
             rows = None if handle.features is None else handle.read_features(judged.rows)
             read = self.features.log(sequence, message.position, rows) if rows is not None else None

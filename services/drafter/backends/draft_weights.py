@@ -10,19 +10,21 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.settings import MANY_DRAFT_WEIGHTS, DraftWeights
 from services.kernels.cpu.equip import equip
 from services.kernels.register import kernels
+from services.mlx.lm_head import rows_of
 from services.mlx.rope import use_tables
 
 _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
 _BITS = {"int8": 8, "int4": 4}
-_MOST_WIDENED = 1_000_000_000
-"""Most weights of a drafter that are widened on CUDA: two gigabytes."""
+_MOST_BYTES = 1_000_000_000
+"""Largest drafter whose weights are widened on CUDA."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -56,39 +58,20 @@ def _count_wide_weights(model: nn.Module) -> int:
 
 def widen(model: nn.Module) -> None:
     """Make the model compute in bfloat16, whatever its weights are, unless it is too large."""
-    kinds = (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
-    layers: list[tuple[str, Any]] = [
-        (name, layer) for name, layer in model.named_modules() if type(layer) in kinds
-    ]
-    if sum(_count_weights(layer) for _, layer in layers) > _MOST_WIDENED:
+    stored: Any = tree_flatten(model.parameters())
+    if sum(array.nbytes for _, array in stored) > _MOST_BYTES:
         return
-    wide = [(name, _widened(layer)) for name, layer in layers if hasattr(layer, "scales")]
+    wide: list[tuple[str, Any]] = []
+    for name, layer in model.named_modules():
+        if type(layer) in {nn.QuantizedLinear, nn.QuantizedEmbedding}:
+            is_linear = type(layer) is nn.QuantizedLinear
+            plain: Any = nn.Linear(1, 1, bias=False) if is_linear else nn.Embedding(1, 1)
+            plain.weight = rows_of(layer, np.arange(len(layer.weight)))
+            if "bias" in layer:
+                plain.bias = layer.bias
+            wide.append((name, plain))
     model.update_modules(tree_unflatten(wide))
     model.set_dtype(mx.bfloat16)
-
-
-def _count_weights(layer: Any) -> int:
-    size: int = layer.weight.size
-    return size * 32 // layer.bits if hasattr(layer, "bits") else size
-
-
-def _widened(layer: Any) -> nn.Module:
-    """Return this quantised layer with plain weights."""
-    weight = mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
-    wide: Any = nn.Embedding(1, 1)
-    if isinstance(layer, nn.QuantizedLinear):
-        wide = nn.Linear(1, 1, bias=False)
-        if "bias" in layer:
-            wide.bias = layer.bias
-    wide.weight = weight.astype(mx.bfloat16)
-    return wide
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:

@@ -50,10 +50,8 @@ class BlockKernels:
         without_bias = (*self._last, self._gate_up)
         if any(type(layer) is not TracedLinear or "bias" in layer for layer in without_bias):
             raise Unfit("only the product of queries, keys and values may have a bias")
-        self._norms = [
-            _read_norm(norm, self._qkv.weight.dtype)
-            for norm in (block.input_layernorm, block.post_attention_layernorm)
-        ]
+        norms = block.input_layernorm, block.post_attention_layernorm
+        self._norms = [_read_norm(norm, self.weight.dtype) for norm in norms]
         self._scale = attention.scale
         self.heads = _read_heads(attention, self._qkv.weight)
         self._family = sys.modules[type(block).__module__]

@@ -19,12 +19,6 @@ struct Norm {
   float eps;
 };
 
-template <typename T>
-__device__ inline void apply_norm(Run<T>& run, float factor, const Run<T>& gain) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) run.at[i] = T(float(run.at[i]) * factor * float(gain.at[i]));
-}
-
 // Finds the factor of each of COUNT rows from `first` on, in an order that depends on nothing else.
 template <typename T, int COUNT, int WARPS>
 __device__ inline void find_factors(const T* x, float eps, int rows, int inputs, int first,
@@ -41,20 +35,6 @@ __device__ inline void find_factors(const T* x, float eps, int rows, int inputs,
     if (lane == 0) factors[r] = rsqrtf(all / inputs + eps);
   }
   __syncthreads();
-}
-
-// One of WARPS rows from `first` on, normed as above.
-template <typename T, int WARPS>
-__device__ void norm_rows(const T* x, Norm<T> norm, int rows, int inputs, int first, T* out) {
-  __shared__ float factors[WARPS];
-  find_factors<T, WARPS, WARPS>(x, norm.eps, rows, inputs, first, factors);
-  const int warp = threadIdx.x / 32, row = first + warp;
-  if (row >= rows) return;
-  for (int at = threadIdx.x % 32 * 8; at < inputs; at += 8 * 32) {
-    Run<T> run = read_run(x + long(row) * inputs + at, true);
-    apply_norm(run, factors[warp], read_run(norm.gain + at, true));
-    write_run(out + long(row) * inputs + at, run);
-  }
 }
 
 // 16 * GROUPS outputs from `first` on, of 8 * TILES rows of x [rows, inputs] from `first_row` on,
@@ -114,7 +94,10 @@ __device__ void multiply_rows(const T* x, const T* w, Norm<T> norm, More<T> more
     if (norm.gain == nullptr) return;
     const Run<T> gain = read_run(norm.gain + at, at < inputs);
 #pragma unroll
-    for (int t = 0; t < TILES; t++) apply_norm(own[t], own_factors[t], gain);
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        own[t].at[i] = T(float(own[t].at[i]) * own_factors[t] * float(gain.at[i]));
   };
 
   float sums[SHARES][GROUPS][TILES][4] = {};

@@ -37,11 +37,6 @@ multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
     blockIdx.y * TILES * 8, blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
 """
 
-_NORM_BODY = """
-norm_rows<T, WARPS>(x, Norm<T>{NORM}, x_shape[1], x_shape[2], blockIdx.x * WARPS, out);
-"""
-_NORM_WARPS = 4
-
 
 class Norm(NamedTuple):
     """The RMS norm of rows before they are multiplied."""
@@ -64,64 +59,32 @@ def multiply(
     more: mx.array | None = None,
     gated: bool = False,
 ) -> mx.array:
-    """Multiply [..., rows, inputs] by [outputs, inputs]; see `takes`.
+    """Multiply [..., rows, inputs], normed if there is a norm, by [outputs, inputs] (`takes`).
 
-    Args:
-        x: the rows.
-        weight: if gated, of the gate's outputs and then as many more.
-        norm: the rows are normed before, many of them by a launch of its own: otherwise each block
-            would norm all of them.
-        more: [..., rows, outputs] or [outputs], added to the result.
-        gated: True for silu(gate) * up, half as many outputs.
+    If gated, half as many outputs are silu(gate) * up, with the gate's weights first. `more`,
+    [..., rows, outputs] or [outputs], is added.
     """
-    inputs = weight.shape[1]
-    outputs = weight.shape[0] // (2 if gated else 1)
+    inputs, outputs = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     rows = x.size // inputs
     tiles = next((count for count in _TILES if count * _TILE >= rows), _TILES[-1])
     groups, warps = _NARROW if tiles == 1 and not gated else _BROAD
-    written = groups * _GROUP // (2 if gated else 1)
-    blocks = -(-outputs // written), -(-rows // (tiles * _TILE))
-    shape, x = x.shape[:-1], x.reshape(1, rows, inputs)
-    if norm is not None and tiles > 1:
-        x, norm = norm_rows(x, norm), None
-    arrays, words = {"x": x, "w": weight}, {"NORM": "nullptr, 0.0f", "MORE": "nullptr, 0"}
+    blocks = -(-outputs * (2 if gated else 1) // (groups * _GROUP)), -(-rows // (tiles * _TILE))
+    arrays = {"x": x.reshape(1, rows, inputs), "w": weight}
+    words = {"NORM": "nullptr, 0.0f", "MORE": "nullptr, 0"}
     if norm is not None:
-        arrays["gain"], words["NORM"] = norm.gain, _write(norm)
+        # A constant of the kernel: MLX keeps a single number where the device waits to read it.
+        arrays["gain"], words["NORM"] = norm.gain, f"gain, {float(norm.eps)!r}f"
     if more is not None:
         arrays["more"], words["MORE"] = more, f"more, {0 if more.ndim == 1 else outputs}"
-    body = re.sub("|".join(map(r"\b{}\b".format, words)), lambda word: words[word[0]], _BODY)
-    template = [("TILES", tiles), ("GROUPS", groups), ("WARPS", warps), ("GATED", gated)]
-    return _launch(body, arrays, template, blocks, outputs).reshape(*shape, outputs)
-
-
-def norm_rows(x: mx.array, norm: Norm) -> mx.array:
-    """Norm [1, rows, inputs], with the bits that `multiply` uses."""
-    body, blocks = _NORM_BODY.replace("NORM", _write(norm)), (-(-x.shape[1] // _NORM_WARPS), 1)
-    arrays = {"x": x, "gain": norm.gain}
-    return _launch(body, arrays, [("WARPS", _NORM_WARPS)], blocks, x.shape[2])
-
-
-def _write(norm: Norm) -> str:
-    # A constant of the kernel: MLX keeps a single number where the device waits to read it.
-    return f"gain, {float(norm.eps)!r}f"
-
-
-def _launch(
-    body: str,
-    arrays: dict[str, mx.array],
-    template: list[tuple[str, int]],
-    blocks: tuple[int, int],
-    outputs: int,
-) -> mx.array:
-    """Launch this kernel over `x`, one of the arrays; the result has as many rows."""
-    x, warps = arrays["x"], dict(template)["WARPS"]
+    body = re.sub(r"\b(NORM|MORE)\b", lambda word: words[word[0]], _BODY)
     make = build(("tile.cuh", "product.cuh"), body, tuple(arrays), contiguous=True)
+    constants = {"TILES": tiles, "GROUPS": groups, "WARPS": warps, "GATED": gated}
     found: list[mx.array] = make(
         inputs=list(arrays.values()),
-        template=[("T", x.dtype), *template],
+        template=[("T", x.dtype), *constants.items()],
         grid=(blocks[0] * warps * LANES, blocks[1], 1),
         threadgroup=(warps * LANES, 1, 1),
-        output_shapes=[(1, x.shape[1], outputs)],
+        output_shapes=[(*x.shape[:-1], outputs)],
         output_dtypes=[x.dtype],
     )
     return found[0]

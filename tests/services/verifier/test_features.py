@@ -108,7 +108,6 @@ def prelaunching_verifier() -> Verifier:
     assert traced is not None
     traced.tree_rows = (8,)
     verifier.scheduler.prelauncher = Prelauncher(verifier.scheduler.runner, FakeDoorbell())
-    verifier.scheduler.prelauncher._moved = 0.0
     host: Any = SimpleNamespace(send=LateRows)
     verifier.features._host = host
     return verifier

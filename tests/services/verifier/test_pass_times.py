@@ -36,15 +36,14 @@ from tests.support.tiny_models import write_tiny_model
 def test_passes_that_the_target_can_verify_are_measured(
     family: str, monkeypatch: pytest.MonkeyPatch, *, drafter_idle: bool
 ) -> None:
-    """A single token in any case; chains and trees as far as it takes them."""
+    """A single token in any case; chains as far as it takes them."""
     monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 60.0)
     monkeypatch.setattr("services.verifier.pass_times._DEAR", 1e6)
     verifier = Verifier(load(tiny_folder(family)), 512)
     times = run_all(measure_passes(verifier, drafter_idle=drafter_idle))
     most = verifier.max_draft_tokens + 1
     assert set(times.chains) == {rows for rows in pass_times._CHAINS if rows <= most}
-    assert set(times.trees) == set(pass_times._TREES if verifier.takes_trees else ())
-    assert all(ms > 0.0 for ms in [*times.chains.values(), *times.trees.values()])
+    assert all(ms > 0.0 for ms in times.chains.values())
     assert not verifier._sequences
 
 
@@ -90,7 +89,6 @@ def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 0.0)
     times = run_all(measure_passes(Verifier(load(tiny_folder("llama")), 512), drafter_idle=True))
     assert list(times.chains) == [1]
-    assert not times.trees
 
 
 def test_a_broken_target_is_left_to_its_requests(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 from protocol.settings import DraftWeights
 from services.drafter.backends import draft_weights
@@ -136,8 +137,8 @@ def test_a_large_drafter_keeps_its_weights_on_cuda(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cuda"])
     model = _Tied()
     quantise_linears(model, 8)
-    weights = 512 * 256 + 600 * 256 + 16 * 16
-    for most, kind in ((weights - 1, nn.QuantizedLinear), (weights, nn.Linear)):
-        monkeypatch.setattr(draft_weights, "_MOST_WIDENED", most)
+    stored = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    for most, kind in ((stored - 1, nn.QuantizedLinear), (stored, nn.Linear)):
+        monkeypatch.setattr(draft_weights, "_MOST_BYTES", most)
         use_weights(model, "auto")
         assert type(model.model.layer) is kind

@@ -1,8 +1,7 @@
 // Runs services/kernels/cuda/product.cuh on the host. Test only.
 //
 // stdin:  rows, inputs, outputs, how many rows are added to the outputs (1: to each), whether the
-//         rows are normed, then x, w, what is added, and the gains; without outputs the rows are
-//         normed only
+//         rows are normed, then x, w, what is added, and the gains
 // stdout: out [rows, outputs]
 constexpr int WARPS = BLOCK_WARPS;
 #include "cuda_host.h"
@@ -21,9 +20,7 @@ int main() {
   const auto more = numbers(size_t(added) * outputs), gains = numbers(normed ? inputs : 0);
   const Norm<float> norm{normed ? gains.data() : nullptr, 0.5f};
   const More<float> adds{added ? more.data() : nullptr, added == 1 ? 0 : outputs};
-  std::vector<float> out(size_t(rows) * (outputs ? outputs : inputs));
-  for (int row = 0; outputs == 0 && row < rows; row += WARPS)
-    run_block([&] { norm_rows<float, WARPS>(x.data(), norm, rows, inputs, row, out.data()); });
+  std::vector<float> out(size_t(rows) * outputs);
   for (int row = 0; row < rows; row += 8 * BLOCK_TILES)
     for (int first = 0; first < outputs; first += (GATED ? 8 : 16) * BLOCK_GROUPS)
       run_block([&] {
