@@ -36,7 +36,7 @@ class _TrimmedEmbedding(nn.Module):
 
     def __call__(self, ids: mx.array) -> mx.array:
         embedded: mx.array = self._embedding(ids)
-        return embedded
+        return embedded.astype(self.head.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits of the kept tokens."""

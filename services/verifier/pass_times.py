@@ -158,9 +158,9 @@ def _measure(trial: TrialSequence, verifier: Verifier, times: PassTimes) -> Step
 
 
 def _time(trial: TrialSequence, verifier: Verifier, rows: int) -> float:
-    """Return the milliseconds of a pass; launched before its tokens are known, if passes are."""
+    """Return the milliseconds of a pass, launched before its tokens are known where rounds' are."""
     prelauncher, parents = verifier.scheduler.prelauncher, list(range(rows - 1))
-    granted = _RUN if rows == 1 else 0  # plain decoding may be much faster
+    granted = _RUN if rows == 1 else 0  # plain decoding goes on by itself
     if prelauncher is None:
         return trial.verify(parents, granted=granted)
     prelauncher.forget()

@@ -2,7 +2,8 @@
 
 A draft of few tokens at a time costs what reading the weights costs. A drafter may round: its
 drafts are verified. On a CPU our kernels multiply bytes; elsewhere MLX's own quantisation is used.
-On CUDA launches cost more than reading, and our kernels, which take fewer, multiply bfloat16.
+On CUDA launches cost more than reading: there a drafter has bfloat16, for which our kernels need
+fewer.
 """
 
 import logging
@@ -10,13 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from protocol.settings import MANY_DRAFT_WEIGHTS, DraftWeights
 from services.kernels.cpu.equip import equip
 from services.kernels.register import kernels
-from services.mlx.lm_head import rows_of
+from services.mlx.loader import to_dense
 from services.mlx.rope import use_tables
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _GROUP_SIZE = 64
 _BITS = {"int8": 8, "int4": 4}
 _MOST_BYTES = 1_000_000_000
-"""Largest drafter whose weights are widened on CUDA."""
+"""Largest drafter whose weights become bfloat16 on CUDA."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -33,7 +33,9 @@ def use_weights(model: nn.Module, weights: DraftWeights) -> None:
         if weights in _BITS:
             quantise_linears(model, _BITS[weights])
         elif weights == "auto" and kernels().equip is not None:
-            widen(model)
+            stored: Any = tree_flatten(model.parameters())
+            if sum(array.nbytes for _, array in stored) <= _MOST_BYTES:
+                to_dense(model, mx.bfloat16)
         return
     chosen = weights
     if weights == "auto":
@@ -54,24 +56,6 @@ def _count_wide_weights(model: nn.Module) -> int:
         elif type(layer) is nn.QuantizedLinear and layer.bits > _BITS["int4"]:
             count += layer.weight.size * 32 // layer.bits
     return count
-
-
-def widen(model: nn.Module) -> None:
-    """Make the model compute in bfloat16, whatever its weights are, unless it is too large."""
-    stored: Any = tree_flatten(model.parameters())
-    if sum(array.nbytes for _, array in stored) > _MOST_BYTES:
-        return
-    wide: list[tuple[str, Any]] = []
-    for name, layer in model.named_modules():
-        if type(layer) in {nn.QuantizedLinear, nn.QuantizedEmbedding}:
-            is_linear = type(layer) is nn.QuantizedLinear
-            plain: Any = nn.Linear(1, 1, bias=False) if is_linear else nn.Embedding(1, 1)
-            plain.weight = rows_of(layer, np.arange(len(layer.weight)))
-            if "bias" in layer:
-                plain.bias = layer.bias
-            wide.append((name, plain))
-    model.update_modules(tree_unflatten(wide))
-    model.set_dtype(mx.bfloat16)
 
 
 def quantise_linears(model: nn.Module, bits: int) -> None:

@@ -82,7 +82,7 @@ class BlockKernels:
     def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """Return the output of the block for [1, n, width]."""
         output, down = self._last
-        rows = self._qkv.multiply_normed(x, self._norms[0])
+        rows = self._qkv.multiply(x, self._norms[0])
         positions = _find_positions(cache)
         if (into := getattr(cache, "into", None)) is not None:
             cache.written = queries = rotate_into(rows, positions, self.heads, into)
@@ -116,7 +116,7 @@ def _find_joint(owner: Any, names: tuple[str, ...]) -> Any:
 
 def _read_norm(norm: Any, dtype: mx.Dtype) -> product.Norm:
     if type(norm) is not nn.RMSNorm or norm.weight.dtype != dtype:
-        raise Unfit("it is normed otherwise")
+        raise Unfit("it is normed otherwise, or in another type")
     return product.Norm(norm.weight, norm.eps)
 
 

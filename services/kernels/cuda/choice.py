@@ -78,10 +78,10 @@ class TracedLinear(nn.Linear):
         if not self.serves(x):
             by_mlx: mx.array = super().__call__(x)
             return by_mlx
-        return self.multiply_normed(x, None)
+        return self.multiply(x)
 
-    def multiply_normed(self, x: mx.array, norm: product.Norm | None) -> mx.array:
-        """Return the layer's outputs for rows that are normed first, by our kernel."""
+    def multiply(self, x: mx.array, norm: product.Norm | None = None) -> mx.array:
+        """Return the layer's outputs by our kernel, of rows that are normed first if asked."""
         return product.multiply(x, self.weight, norm=norm, more=self.get("bias"))
 
 

@@ -1,7 +1,10 @@
 """A drafter's weights in few bits: close to its floats, and only where they are asked for."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -9,6 +12,7 @@ from protocol.settings import DraftWeights
 from services.drafter.backends import draft_weights
 from services.drafter.backends.draft_weights import quantise_linears, use_weights
 from services.kernels.register import KERNELS
+from services.mlx.lm_head import keep_rows
 
 
 class _Inner(nn.Module):
@@ -142,3 +146,15 @@ def test_a_large_drafter_keeps_its_weights_on_cuda(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(draft_weights, "_MOST_BYTES", most)
         use_weights(model, "auto")
         assert type(model.model.layer) is kind
+
+
+def test_a_trimmed_head_leaves_nothing_wider_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embedding, out of the model's sight, may be stored in another type."""
+    monkeypatch.setattr(draft_weights, "kernels", lambda: KERNELS["cuda"])
+    model: Any = _Tied()
+    nn.quantize(model, class_predicate=lambda _, layer: isinstance(layer, nn.Embedding))
+    keep_rows(model, np.arange(0, 600, 3))
+    use_weights(model, "auto")
+    embedding = model.model.embed_tokens
+    x = embedding(mx.array([[5, 6]]))
+    assert x.dtype == embedding.as_linear(x).dtype == mx.bfloat16
