@@ -249,8 +249,6 @@ def _continue(traced: TracedForward, batch: Batch, row: mx.array, store: KVStore
         stride = mx.array(store.span.count, mx.int32)
         arrays = traced.lay_out(row, store, batch.depth)
     replayed = traced.replay(arrays, store, stride)
-    if replayed.written and stride is not None:
-        store.written = replayed.written
     following = None if stride is None else batch.go_on(replayed.following, stride)
     return _Result(replayed.logits, following, replayed.written or None)
 

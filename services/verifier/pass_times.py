@@ -161,13 +161,10 @@ def _time(trial: TrialSequence, verifier: Verifier, rows: int) -> float:
     """Return the milliseconds of a pass, launched before its tokens are known where rounds' are."""
     prelauncher, parents = verifier.scheduler.prelauncher, list(range(rows - 1))
     granted = _RUN if rows == 1 else 0  # plain decoding goes on by itself
-    if prelauncher is None:
-        return trial.verify(parents, granted=granted)
-    prelauncher.forget()
-    trial.verify(parents, granted=granted)  # launches the next one
-    taken_ms = trial.verify(parents, granted=granted)
-    prelauncher.call_off()
-    return taken_ms
+    if prelauncher is not None:
+        prelauncher.forget()
+        trial.verify(parents, granted=granted)  # launches the next one
+    return trial.verify(parents, granted=granted)
 
 
 def _is_too_dear(chains: dict[int, float], rows: int) -> bool:

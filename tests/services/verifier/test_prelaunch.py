@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.runtime.preparation import run_all
 from services.verifier import pass_times
+from services.verifier.stages import VerifierStages
 from services.verifier.verifier import Verifier
 from tests.properties import examples
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -243,11 +245,14 @@ def test_passes_are_timed_as_those_of_rounds(monkeypatch: pytest.MonkeyPatch) ->
     verifier, traced = _traced()
     bell = FakeDoorbell(lambda: False)
     runner = ModelRunner(verifier.target.verify, traced)
-    verifier.scheduler.prelauncher = Prelauncher(runner, bell)
-    times = run_all(pass_times.measure_passes(verifier, drafter_idle=True))
-    assert set(times.chains) == set(pass_times._CHAINS)
-    assert bell.rung >= len(times.chains) * pass_times._SWEEPS
+    verifier.scheduler.prelauncher = prelauncher = Prelauncher(runner, bell)
+    identity: Any = SimpleNamespace()
+    run_all(VerifierStages(verifier, identity, "off")._time_passes())
+    chains = identity.pass_times.chains
+    assert set(chains) == set(pass_times._CHAINS)
+    assert bell.rung >= len(chains) * pass_times._SWEEPS
     assert not bell.waiting
+    assert prelauncher._pass_ms == {rows: chains[rows] for rows in (8, 16, 32)}
 
 
 def test_passes_that_come_too_late_again_and_again_are_launched_no_more() -> None:

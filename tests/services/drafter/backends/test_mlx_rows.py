@@ -99,6 +99,20 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: Sampling, replayed: 
     setup_of(family).backend.close(line.number)
 
 
+def test_of_the_deepest_hit_nothing_is_computed_again(replayed: list[int]) -> None:
+    """The last tokens of a tree were fed behind it."""
+    backend = setup_of("llama").backend
+    list(backend.open(1, list(PROMPT), Sampling()))
+    layers = said(backend.prepare(1, read_tree([120, 7]), [3, 2], 2))
+    outcome = layers[0].outcomes[-1]
+    backend.commit(1, len(PROMPT), [120, 7])
+    replayed.clear()
+    chain = [outcome.bonus, *(layer.tokens[-1] for layer in layers)]
+    said(backend.prepare(1, read_tree(chain), [2, 2, 1], 1))
+    assert replayed == [8, 8]  # a depth, and its tokens
+    backend.close(1)
+
+
 def test_a_tree_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the paths that are kept are moved there; the drafts are those of a fresh start."""
     setup = Setup(as_on_a_gpu(tiny_folder("llama")), Reference(tiny_folder("llama")))

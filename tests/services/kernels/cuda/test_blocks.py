@@ -249,6 +249,18 @@ def test_blocks_of_other_kinds_stay_as_they_are(
     assert probe_of(module) is None
 
 
+@pytest.mark.parametrize("odd", ["kind", "type"])
+def test_a_block_that_is_normed_otherwise_stays_as_it_is(kernels: Kernels, odd: str) -> None:
+    layers = (module := load(tiny_folder("llama")).module).model.layers
+    norm = layers[0].post_attention_layernorm
+    if odd == "kind":
+        layers[0].post_attention_layernorm = nn.LayerNorm(norm.weight.size, bias=False)
+    else:
+        norm.weight = norm.weight.astype(mx.float16)
+    assert probe_of(module).layers == len(layers) - 1
+    assert not hasattr(layers[0], "kernels")
+
+
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
