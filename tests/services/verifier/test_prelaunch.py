@@ -246,11 +246,19 @@ def test_passes_are_timed_as_those_of_rounds(monkeypatch: pytest.MonkeyPatch) ->
     bell = FakeDoorbell(lambda: False)
     runner = ModelRunner(verifier.target.verify, traced)
     verifier.scheduler.prelauncher = prelauncher = Prelauncher(runner, bell)
+    lengths: list[set[int]] = []
+
+    def choose(seen: Any, pass_ms: Any) -> int:
+        lengths.append(set(seen))
+        return choose_rows(seen, pass_ms)
+
+    monkeypatch.setattr(prelaunch, "choose_rows", choose)
     identity: Any = SimpleNamespace()
     run_all(VerifierStages(verifier, identity, "off")._time_passes())
     chains = identity.pass_times.chains
     assert set(chains) == set(pass_times._CHAINS)
     assert bell.rung >= len(chains) * pass_times._SWEEPS
+    assert all(len(seen) == 1 for seen in lengths)  # no other size has a say
     assert not bell.waiting
     assert prelauncher._pass_ms == {rows: chains[rows] for rows in (8, 16, 32)}
 
