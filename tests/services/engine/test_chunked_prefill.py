@@ -243,8 +243,9 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     assert committed[3:] == plain("llama", prompt, len(committed) - 3, Sampling())
 
 
-def test_a_long_chunk_lets_a_sign_of_life_through() -> None:
+def test_a_long_chunk_lets_a_sign_of_life_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter's chunk is expected to take two seconds at most, however slow the machine."""
+    monkeypatch.setattr(chunked_prefill, "kernels", lambda: KERNELS["cpu"])
     for tokens_per_s, size in ((5, 16), (60, 112), (1000, 512)):
         sizer = ChunkSizer(512, short=True)
         assert sizer.size(alone=True, left=4096) == 512  # nothing is measured yet

@@ -53,6 +53,7 @@ def test_a_process_loads_them_once() -> None:
     assert library._Loaded.cores == ()
 
 
+@for_the_cpu
 def test_a_row_of_mlxs_products_has_the_same_bits_in_any_company() -> None:
     """Up to sixteen rows, as of a verification."""
     x, weight = mx.random.normal((16, 77)), mx.random.normal((1000, 77))

@@ -1,5 +1,6 @@
 """The C program built with sanitizers, over random shapes, families, lengths and companies."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_nothing_is_read_or_written_out_of_bounds(tmp_path: Path) -> None:
         [sys.executable, "-c", EXERCISES, str(library)],
         env={
             "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": root,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
             "LD_PRELOAD": " ".join(runtimes),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
         },
