@@ -1,7 +1,8 @@
 """The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
 Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
-without an accepted draft cost, and with half a token while the pair has lost more than it gained.
+without an accepted draft cost, and with half a token while the pair has lost more than it gained; after three texts in a row on which
+such a pair lost, every second, then every fourth text starts with it, and so on.
 Speculative rounds add their gain over plain decoding, or take their loss, and the planner risks no
 more than is left; a single round may lose more, and is forgiven the rest. Without credit the target
 decodes plainly, which earns the next trial. An answer loses little more than the credit that it
@@ -18,6 +19,10 @@ per round, so a gain survives unlucky stretches of text.
 """
 _TRIED = 3.0
 """Rounds with one wrong draft token that a new text can at least pay for."""
+_PATIENCE, _MOST_LOSSES = 2, 6
+"""Texts in a row that lose before others start without credit, and the most that count: then one
+text of 16 is tried.
+"""
 _EARNED = 0.005
 """Credit that a token of plain decoding earns."""
 _ROUNDS, _APART = 3, 512
@@ -42,6 +47,12 @@ class SpeculationSwitch:
     """True if this text started with all of it, and was decoded plainly so far."""
     _lead: float = 0.0
     """Tokens that speculation gained on all texts, within limits."""
+    _gained: float | None = None
+    """Tokens that speculation gained on this text; None if it was not tried."""
+    _losses: int = 0
+    """Tried texts in a row that lost, while the pair has lost."""
+    _left_out: int = 0
+    """Texts since the last of them, which start without credit."""
     _left: int = _ROUNDS
     """Rounds that are left to measure plain decoding; below 0, speculative rounds since then."""
 
@@ -64,8 +75,19 @@ class SpeculationSwitch:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
         start = self._start if self._is_trusted else _START / 2
-        self.credit = start if may_gain else min(self.credit, 0.0)
+        is_tried = may_gain and not self._rests()
+        self.credit = start if is_tried else min(self.credit, 0.0)
         self._decide(0.0)
+
+    def _rests(self) -> bool:
+        """Return True if the new text is one of those that start without credit."""
+        if self._gained is not None:
+            lost = max(self._gained, self._lead) < 0.0
+            self._losses = min(self._losses + 1, _MOST_LOSSES) if lost else 0
+            self._left_out = 0
+        self._gained = None
+        self._left_out += 1
+        return self._left_out < 2 ** (self._losses - _PATIENCE)
 
     def observe(
         self,
@@ -88,12 +110,13 @@ class SpeculationSwitch:
         least_loss = least_loss_ms * self._plain.value
         self._start = min(max(_START, _TRIED * least_loss), _MOST)
         if speculating:
-            self._is_trusted = False
+            self._is_trusted, self._gained = False, self._gained or 0.0
             self._speculative.observe(tokens, milliseconds, fade=FADE)
             if self._plain.whole:
                 gain = tokens - milliseconds * self._plain.value
                 self.credit = max(0.0, min(self.credit + gain, _MOST))
                 self._lead = max(-_MOST, min(self._lead + gain, _MOST))
+                self._gained += gain
             self._left -= 1
             if self._left <= -_APART:
                 self._plain = DiscountedRatio()  # the machine may have changed

@@ -85,6 +85,40 @@ def test_a_pair_that_never_gained_loses_less_on_later_texts() -> None:
     assert lost[2] < 0.7 * lost[0]
 
 
+def find_tried(pace: SpeculationSwitch, texts: int, tokens: int = 1) -> list[int]:
+    """Texts of 40 tokens each: returns the numbers of those with a speculative round."""
+    tried = []
+    for number in range(texts):
+        pace.on_new_text(may_gain=True)
+        if run(pace, 40, 60.0, tokens=tokens) < 1.0:
+            tried.append(number)
+    return tried
+
+
+def test_a_pair_that_keeps_losing_is_tried_ever_more_rarely() -> None:
+    """Three texts, then one of two, of four, of eight, and in the end one of sixteen."""
+    assert find_tried(SpeculationSwitch(), 64) == [0, 1, 2, 4, 8, 16, 32, 48]
+
+
+def test_one_text_that_gains_ends_that() -> None:
+    """A pair that is ahead again is tried on every text, whatever it loses on the next."""
+    pace = SpeculationSwitch()
+    assert len(find_tried(pace, 16)) < 8
+    while not find_tried(pace, 1, tokens=2):
+        pass
+    assert find_tried(pace, 3, tokens=2) == [0, 1, 2]
+    assert find_tried(pace, 3) == [0, 1, 2]
+
+
+def test_a_long_text_that_starts_without_credit_earns_a_trial() -> None:
+    """So a pair that begins to gain is noticed even there."""
+    pace = SpeculationSwitch()
+    find_tried(pace, 9)
+    pace.on_new_text(may_gain=True)
+    assert not pace.speculating
+    assert run(pace, 120, 60.0, tokens=2) < 1.0
+
+
 def test_a_pair_that_cannot_gain_is_hardly_tried() -> None:
     """By the times of passes and drafts; should they be wrong, a trial is earned."""
     pace = begin(may_gain=False)
