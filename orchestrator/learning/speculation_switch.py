@@ -87,7 +87,7 @@ class SpeculationSwitch:
             self._left_out = 0
         self._gained = None
         self._left_out += 1
-        return self._left_out < 2 ** (self._losses - _PATIENCE)
+        return self._left_out < 2.0 ** (self._losses - _PATIENCE)
 
     def observe(
         self,

@@ -19,7 +19,7 @@ from services.engine.traced_forward import (
 )
 from services.kv.cache import KVStore
 from services.mlx.launching import launch, launch_in_pieces
-from services.mlx.selftest import check, is_faster, pays, time_in_turn
+from services.mlx.selftest import Verdict, check, is_faster, pays, time_in_turn
 from services.runtime.preparation import Steps
 
 _log = logging.getLogger(__name__)
@@ -69,16 +69,17 @@ def trace_if_faster(
         takes_trees: True if trees are verified, and so need their own traces.
     """
     traced = TracedForward(model)
-    if not (yield from _is_worth_it(model, traced, new_store, place_chain, "chains")):
+    if not (yield from _compare(model, traced, new_store, place_chain, "chains")).faster:
         return None
-    alone = yield from _is_worth_it(model, traced, new_store, place_single, "single tokens")
-    ahead = alone and (yield from _is_worth_it_ahead(model, traced, new_store))
-    traced.singles = Singles(awaited=alone, ahead=ahead)
+    alone = yield from _compare(model, traced, new_store, place_single, "single tokens")
+    # These may be twice as fast where those that are awaited are not.
+    ahead = alone.right and (yield from _is_worth_it_ahead(model, traced, new_store))
+    traced.singles = singles = Singles(awaited=alone.faster, ahead=ahead)
     for slots in TRACED_SLOTS:
-        for rows in range(1 if alone else 2, MOST_ROWS + 1):
+        for rows in range(1 if any(singles) else 2, MOST_ROWS + 1):
             traced.prepare(Shape(rows, slots), new_store)
             yield
-    if takes_trees and (yield from _is_worth_it(model, traced, new_store, place_tree, "trees")):
+    if takes_trees and (yield from _compare(model, traced, new_store, place_tree, "trees")).faster:
         traced.tree_rows = drop_slow((yield from _time_trees(model, traced, new_store)))
         for slots in TRACED_SLOTS:
             for rows in traced.tree_rows:
@@ -144,19 +145,19 @@ def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
     return logits
 
 
-def _is_worth_it(
+def _compare(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
-) -> Steps[bool]:
-    """Return True if replays of the pass from `place` are correct, and faster than the forward."""
+) -> Steps[Verdict]:
+    """Compare replays of the pass from `place` with the model's own forward."""
     own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
     if not traced.can_trace(other):
-        return False
+        return Verdict("it goes into no plain slots")
     other.trim(_TRIAL_PROMPT)
     usual = partial(_try_pass, partial(_call, model), own, place)
     ours = partial(_try_pass, traced, other, place)
     # Twice, since the first replay makes the trace.
-    return (yield from check(f"traced {what}", "trace", usual, ours, [(), ()])).faster
+    return (yield from check(f"traced {what}", "trace", usual, ours, [(), ()]))
 
 
 def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:

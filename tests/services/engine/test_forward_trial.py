@@ -17,6 +17,7 @@ from services.engine.traced_forward import TREE_ROWS, TracedForward
 from services.mlx import selftest
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
+from services.mlx.selftest import Verdict
 from services.runtime.preparation import Steps, run_all
 from tests.services.engine.test_traced_forward import TREES, prefill, stores_of
 from tests.services.runtime.steps import at_once
@@ -89,7 +90,7 @@ def test_a_size_is_dropped_if_a_larger_one_is_faster(
 
 
 def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_trial, "_is_worth_it", lambda *_: at_once(result=True))
+    monkeypatch.setattr(forward_trial, "_compare", lambda *_: at_once(Verdict(faster=True)))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     monkeypatch.setattr(forward_trial, "MOST_ROWS", 1)
     times = {4: 1.0, 8: 1.5, 16: 1.5, 32: 1.2}
@@ -107,16 +108,17 @@ def test_each_size_of_trees_is_timed(model: Any) -> None:
     assert all(seconds > 0.0 for seconds in found.values())
 
 
-@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize(("faster", "ahead"), [(True, False), (False, True), (False, False)])
 def test_single_tokens_are_replayed_where_that_is_faster(
-    model: Any, monkeypatch: pytest.MonkeyPatch, *, faster: bool
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, faster: bool, ahead: bool
 ) -> None:
-    """Chains are anyway; the logits are those of the model's own forward."""
+    """Awaited ones, those that begin ahead, or none; chains are anyway, with the same logits."""
     monkeypatch.setattr(
         forward_trial,
-        "_is_worth_it",
-        lambda *said: at_once(faster or said[-1] != "single tokens"),
+        "_compare",
+        lambda *said: at_once(Verdict(faster=faster or said[-1] != "single tokens")),
     )
+    monkeypatch.setattr(forward_trial, "_is_worth_it_ahead", lambda *_: at_once(ahead))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     traced = run_all(trace_if_faster(model, stores_of(model)))
     assert traced is not None
@@ -127,6 +129,7 @@ def test_single_tokens_are_replayed_where_that_is_faster(
         store.trim(20)
         store.chain(1)
     assert traced.serves(other) is faster
+    assert traced.serves(other, ahead=True) is ahead
     expected = np.array(model(mx.array([[7]]), cache=own.caches))
     np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
 
