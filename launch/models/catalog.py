@@ -21,7 +21,7 @@ from launch.settings.paths import cache_dir, conversions_dir
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError, UsageError
-from protocol.jobs.gguf import GGUFDescription
+from protocol.jobs.gguf import GGUFDescription, ModelMetadata
 
 Source = Literal["ssd", "hub", "folder", "lmstudio", "ollama"]
 """Origin of a model: our cache, the Hugging Face cache, a named folder, or another program's
@@ -32,7 +32,7 @@ _HEAD_FILE = "draft_head.json"
 _NEEDED = ("config.json", "tokenizer.json")
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class Model(ModelMetadata, frozen=True, kw_only=True):
     """A model folder, described from its files."""
 
     name: str
@@ -41,23 +41,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Its folder, or the GGUF file."""
     source: Source
     disk_bytes: int
-    architecture: str = ""
-    parameters: int = 0
-    quantization: str = ""
-    """Bits and group size, or the GGUF type; empty if not quantised."""
-    context_length: int = 0
-    """Tokens it can attend to; 0 if not specified."""
-    weight_bytes: int = 0
-    """Size on disk."""
-    kv_bytes_per_token: int = 0
-    """KV size with 2 bytes per number."""
-    vocabulary: str = ""
-    """Fingerprint of its token -> id map."""
-    vocabulary_size: int = 0
     only_drafts: bool = False
     """True if its head contains only frequent tokens."""
-    problem: str = ""
-    """Reason why it cannot be used, if any."""
 
 
 class Fit(msgspec.Struct, frozen=True):

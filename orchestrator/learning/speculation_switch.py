@@ -20,9 +20,7 @@ per round, so a gain survives unlucky stretches of text.
 _TRIED = 3.0
 """Rounds with one wrong draft token that a new text can at least pay for."""
 _PATIENCE, _MOST_LOSSES = 2, 6
-"""Texts in a row that lose before others start without credit, and the most that count: then one
-text of 16 is tried.
-"""
+"""Texts in a row that lose before others start without credit, and the most that count."""
 _EARNED = 0.005
 """Credit that a token of plain decoding earns."""
 _ROUNDS, _APART = 3, 512
@@ -75,8 +73,7 @@ class SpeculationSwitch:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
         start = self._start if self._is_trusted else _START / 2
-        is_tried = may_gain and not self._rests()
-        self.credit = start if is_tried else min(self.credit, 0.0)
+        self.credit = start if may_gain and not self._rests() else min(self.credit, 0.0)
         self._decide(0.0)
 
     def _rests(self) -> bool:
@@ -85,8 +82,7 @@ class SpeculationSwitch:
             lost = max(self._gained, self._lead) < 0.0
             self._losses = min(self._losses + 1, _MOST_LOSSES) if lost else 0
             self._left_out = 0
-        self._gained = None
-        self._left_out += 1
+        self._gained, self._left_out = None, self._left_out + 1
         return self._left_out < 2.0 ** (self._losses - _PATIENCE)
 
     def observe(
