@@ -1,8 +1,8 @@
 """The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
 Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
-without an accepted draft cost, and with half a token while the pair has lost more than it gained; after three texts in a row on which
-such a pair lost, every second, then every fourth text starts with it, and so on.
+without an accepted draft cost, and with half a token while the pair has lost more than it gained;
+after three texts in a row on which such a pair lost, only one of two, then of four, and so on.
 Speculative rounds add their gain over plain decoding, or take their loss, and the planner risks no
 more than is left; a single round may lose more, and is forgiven the rest. Without credit the target
 decodes plainly, which earns the next trial. An answer loses little more than the credit that it
