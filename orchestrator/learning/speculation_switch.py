@@ -19,7 +19,7 @@ per round, so a gain survives unlucky stretches of text.
 """
 _TRIED = 3.0
 """Rounds with one wrong draft token that a new text can at least pay for."""
-_PATIENCE, _MOST_LOSSES = 2, 6
+_FEW_LOSSES, _MOST_LOSSES = 2, 6
 """Texts in a row that lose before others start without credit, and the most that count."""
 _EARNED = 0.005
 """Credit that a token of plain decoding earns."""
@@ -83,7 +83,7 @@ class SpeculationSwitch:
             self._losses = min(self._losses + 1, _MOST_LOSSES) if lost else 0
             self._left_out = 0
         self._gained, self._left_out = None, self._left_out + 1
-        return self._left_out < 2.0 ** (self._losses - _PATIENCE)
+        return self._left_out < 2.0 ** (self._losses - _FEW_LOSSES)
 
     def observe(
         self,

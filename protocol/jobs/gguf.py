@@ -4,7 +4,7 @@ import msgspec
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a model say about it."""
+    """The metadata of a model."""
 
     architecture: str = ""
     parameters: int = 0
