@@ -48,7 +48,7 @@ class SpeculationSwitch:
     _gained: float | None = None
     """Tokens that speculation gained on this text; None if it was not tried."""
     _losses: int = 0
-    """Tried texts in a row that lost, while the pair has lost."""
+    """Tried texts in a row that lost."""
     _left_out: int = 0
     """Texts since the last of them, which start without credit."""
     _left: int = _ROUNDS
@@ -79,9 +79,8 @@ class SpeculationSwitch:
     def _rests(self) -> bool:
         """Return True if the new text is one of those that start without credit."""
         if self._gained is not None:
-            lost = max(self._gained, self._lead) < 0.0
-            self._losses = min(self._losses + 1, _MOST_LOSSES) if lost else 0
-            self._left_out = 0
+            lost = self._gained < 0.0
+            self._losses, self._left_out = min(self._losses + 1, _MOST_LOSSES) * lost, 0
         self._gained, self._left_out = None, self._left_out + 1
         return self._left_out < 2.0 ** (self._losses - _FEW_LOSSES)
 

@@ -107,7 +107,21 @@ def test_one_text_that_gains_ends_that() -> None:
     while not find_tried(pace, 1, tokens=2):
         pass
     assert find_tried(pace, 3, tokens=2) == [0, 1, 2]
-    assert find_tried(pace, 3) == [0, 1, 2]
+    assert find_tried(pace, 4) == [0, 1, 2, 3]
+
+
+def test_a_text_counts_as_a_whole() -> None:
+    """One that gains a little ends a pause, though the pair is still behind, by all its rounds."""
+    pace = SpeculationSwitch()
+    find_tried(pace, 9)  # the last one was tried
+    for _ in range(7):
+        pace.on_new_text(may_gain=True)
+        assert not pace.speculating
+    pace.on_new_text(may_gain=True)
+    for tokens in (2, 2, 1):
+        assert pace.speculating
+        add(pace, 60.0, tokens=tokens)
+    assert find_tried(pace, 4) == [0, 1, 2]
 
 
 def test_a_long_text_that_starts_without_credit_earns_a_trial() -> None:
