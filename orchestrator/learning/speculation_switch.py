@@ -73,16 +73,16 @@ class SpeculationSwitch:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
         start = self._start if self._is_trusted else _START / 2
-        self.credit = start if may_gain and not self._rests() else min(self.credit, 0.0)
+        self.credit = start if may_gain and self._count_text() else min(self.credit, 0.0)
         self._decide(0.0)
 
-    def _rests(self) -> bool:
-        """Return True if the new text is one of those that start without credit."""
+    def _count_text(self) -> bool:
+        """Count a new text; return True if it is one of those that start with credit."""
         if self._gained is not None:
-            lost = self._gained < 0.0
-            self._losses, self._left_out = min(self._losses + 1, _MOST_LOSSES) * lost, 0
+            self._losses = min(self._losses + 1, _MOST_LOSSES) if self._gained < 0.0 else 0
+            self._left_out = 0
         self._gained, self._left_out = None, self._left_out + 1
-        return self._left_out < 2.0 ** (self._losses - _FEW_LOSSES)
+        return self._left_out >= 2.0 ** (self._losses - _FEW_LOSSES)
 
     def observe(
         self,
