@@ -4,6 +4,7 @@ Shared by all requests of a stack. Pure: it consumes events and answers queries.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TypeVar
 
 from orchestrator.learning.averages import FADE, PRIOR, DiscountedRatio, Ema
@@ -64,8 +65,8 @@ class CostModel:
         """Tokens and milliseconds of recent rounds of all kinds."""
         self.idle_ms = _by_origin(Ema)
         """Idle time of the target before a round."""
-        self.run_start_ms = Ema()
-        """Extra time of the first token of a free run, the wait included."""
+        self.run_start_ms, self.run_idle_ms = Ema(), Ema()
+        """Extra time of the first token of a free run, the wait included; idle time within runs."""
         self.backup_ms, self.backup_start_ms = Ema(), Ema()
         """Time per token drafted while the target waited; extra time of a draft's first token."""
         self.backup_idle_ms = Ema()
@@ -239,8 +240,9 @@ class CostModel:
         self.idle_ms[observation.origin].observe(idle_ms)
         if observation.sequences > 1:
             return
-        plain = not observation.speculating and observation.origin == "target"
-        if plain and not observation.continues_run:
+        if observation.continues_run:
+            self.run_idle_ms.observe(idle_ms)
+        elif not observation.speculating and observation.origin == "target":
             longer_ms = idle_ms + observation.verify_ms - self.plain_latency.of(1)
             self.run_start_ms.observe(self._limit_cost(longer_ms))
         if observation.waited_ms:
@@ -271,8 +273,15 @@ class CostModel:
             time_ms,
             self._least_loss_ms(observation.mode),
             speculating=observation.speculating,
+            plain_ms=self._plain_round_ms,
             now=observation.ended_at,
         )
+
+    @property
+    def _plain_round_ms(self) -> float:
+        """Time of a round of a free run at the present pace; infinite if none was seen."""
+        idle = self.run_idle_ms
+        return self.plain_latency.of(self.streams) + idle.value if idle.is_known else inf
 
     def _least_loss_ms(self, mode: Mode) -> float:
         """Return the extra time of a round with one wrong draft token, or with none."""

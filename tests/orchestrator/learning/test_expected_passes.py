@@ -121,6 +121,22 @@ def speed_of(estimates: CostModel) -> float:
     return switch.speculative_tok_s
 
 
+def test_slow_first_rounds_are_no_price_of_plain_decoding() -> None:
+    """A free run's rounds take what passes take at the present pace, and the time between them."""
+    estimates = expecting(FLAT)
+    slow_round = observed(speculating=False, origin="target", verify_ms=8.0, idle_ms=0.2)
+    for _ in range(3):
+        estimates.observe_round(replace(slow_round, continues_run=True))
+    switch = estimates.switch("ssd")
+    assert switch is not None
+    slow = switch.plain_tok_s
+    for _ in range(40):
+        estimates.observe_round(replace(ROUND, is_contended=False))
+    now = 1e3 / (estimates.plain_latency.of(1) + 0.2)
+    assert now > 1.1 * slow
+    assert switch.plain_tok_s == pytest.approx(now)
+
+
 def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
     """A kernel is made, or somebody else has the core: the next pass is as fast as before."""
     estimates = expecting(FLAT)

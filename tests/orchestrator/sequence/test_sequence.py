@@ -413,7 +413,7 @@ def test_a_silent_drafter_is_not_waited_for(
     But now and then: it may be one that only drafts when it is waited for.
     """
     stack = started(
-        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, skill=0.7,
+        mode="ssd", target=Target(SALTS[1]), prompt=[1, 2], limits=ENDLESS, skill=0.7,
         draft_ms=1e-3, num_draft_tokens=num_draft_tokens,
     )  # fmt: skip
     sequence = stack.sequence

@@ -134,6 +134,23 @@ def test_single_tokens_are_replayed_where_that_is_faster(
     np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
 
 
+def test_single_tokens_that_are_wrong_are_not_replayed_ahead_either(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        forward_trial,
+        "_compare",
+        lambda *said: at_once(
+            Verdict("wrong") if said[-1] == "single tokens" else Verdict(faster=True)
+        ),
+    )
+    monkeypatch.setattr(forward_trial, "_is_worth_it_ahead", lambda *_: at_once(result=True))
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
+    traced = run_all(trace_if_faster(model, stores_of(model)))
+    assert traced is not None
+    assert not any(traced.singles)
+
+
 @pytest.mark.parametrize(
     ("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (1.0, 1.03, True), (0.9, 1.0, False)]
 )
