@@ -1,4 +1,4 @@
-"""The description of a GGUF file, for lists of models."""
+"""Metadata of models and of GGUF files, for lists."""
 
 import msgspec
 
