@@ -1,11 +1,11 @@
 """The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
 Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
-without an accepted draft cost, and with half a token while the pair has lost more than it gained.
-Speculative rounds add their gain over plain decoding, or take their loss, and the planner risks no
-more than is left; a single round may lose more, and is forgiven the rest. Without credit the target
-decodes plainly, which earns the next trial. An answer loses little more than the credit that it
-started with.
+without an accepted draft cost; with half a token while the pair has lost more than it gained, and
+with what is left once it has lost on several texts. Speculative rounds add their gain over plain
+decoding, or take their loss, and the planner risks no more than is left; a single round may lose
+more, and is forgiven the rest. Without credit the target decodes plainly, which earns the next
+trial. So an answer loses little more than it started with.
 """
 
 from dataclasses import dataclass, field
@@ -68,10 +68,17 @@ class SpeculationSwitch:
         """Tokens per ms of plain decoding: measured, or at the present pace if that is faster."""
         return max(self._plain.value, self._rate_now) if self._plain.whole else 0.0
 
+    @property
+    def _trial(self) -> float:
+        """Least credit with which a pair is tried again, after losses on several texts a token."""
+        return _START if self._lead <= -_MOST else _START / 2
+
     def on_new_text(self, *, may_gain: bool) -> None:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
         start = self._start if self._is_trusted else _START / 2
+        if self._trial == _START:  # no short text is a trial then
+            start = min(self.credit, _START)
         self.credit = start if may_gain else min(self.credit, 0.0)
         self._decide(0.0)
 
@@ -118,5 +125,5 @@ class SpeculationSwitch:
 
     def _decide(self, least_loss: float) -> None:
         """Speculate while there is credit; after a pause, once there is enough for a trial."""
-        enough = least_loss if self.speculating else max(_START / 2, least_loss)
+        enough = least_loss if self.speculating else max(self._trial, least_loss)
         self.speculating = self._left <= 0 and self.credit >= enough

@@ -16,12 +16,7 @@ the verifier must stop.
 
 
 def limit_grant(streams: int, ahead: int) -> int:
-    """Return the number of tokens to grant to each of the running requests.
-
-    Args:
-        streams: number of running requests.
-        ahead: tokens that its answer may have after the next one.
-    """
+    """Return how many of the `ahead` tokens after the next one to grant; `streams` requests run."""
     return min(max(1, MOST_GRANTED // streams), ahead)
 
 

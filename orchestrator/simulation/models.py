@@ -61,7 +61,7 @@ class DrafterModel:
         send: Callable[[DraftTree], None],
     ) -> None:
         self._events, self._oracle, self._noise, self._send = events, oracle, noise, send
-        self._cost = curve(device.t_draft)
+        self._cost, self._start_ms = curve(device.t_draft), device.draft_start
         self._inbox: deque[Prepare | DraftNow] = deque()
         self._work: Iterator[_Step] | None = None
         self._worked_ms, self._since = 0.0, 0.0
@@ -128,7 +128,7 @@ class DrafterModel:
     def _prepare(self, message: Prepare) -> Iterator[_Step]:
         tree, oracle = read_tree(message.nodes, message.parents), self._oracle
         pending = message.base + len(message.tokens)
-        milliseconds = self._feed(tree)
+        milliseconds = self._start_ms + self._feed(tree)
         roots: list[tuple[int, int]] = []
         for row, count in enumerate(message.fan_out[: len(tree)]):
             position = pending + tree.depths[row] + 1
@@ -160,8 +160,9 @@ class DrafterModel:
         self._roots = set()
         first = message.base + len(message.tokens) + 1
         branch = BranchModel(self._oracle, first, message.siblings, 0)
+        milliseconds = self._start_ms
         for depth in range(1, message.count + 1):
-            milliseconds = self._time(1)
+            milliseconds += self._time(1)
             layer = branch.grow(1)
             yield (
                 milliseconds,
@@ -175,6 +176,7 @@ class DrafterModel:
                     **layer,
                 ),
             )
+            milliseconds = 0.0
 
 
 class VerifierModel:

@@ -22,6 +22,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """T_v(m): one forward of the target over m tokens."""
     t_draft: float | str
     """T_d(B): one forward of the drafter over B branches."""
+    draft_start: Amount = 0.0
+    """Extra time of a draft's first token, in turn or in parallel."""
     ipc: Amount = 0.15
     """One message between processes."""
     contention: Amount = 0.0

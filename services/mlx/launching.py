@@ -25,11 +25,7 @@ def launch(*arrays: Any) -> None:
 
 
 def launch_first(milestones: Sequence[mx.array]) -> None:
-    """Start the first layers of a pass.
-
-    Args:
-        milestones: as from `KVStore.milestones`; lazy.
-    """
+    """Start the first layers of a pass with these `KVStore.milestones`, lazy."""
     launch(list(milestones[: FIRST_LAYERS + 1]))
 
 
@@ -41,11 +37,7 @@ def launch_in_pieces(milestones: Sequence[mx.array]) -> None:
 
 
 def compute_in_pieces(milestones: Sequence[mx.array]) -> None:
-    """Compute a pass a few layers at a time, to limit the memory of intermediate results.
-
-    Args:
-        milestones: as for `launch_first`.
-    """
+    """Compute a pass a few layers at a time, to limit the memory of intermediate results."""
     before: list[mx.array] = []
     for at in range(0, len(milestones), _FEW_LAYERS):
         piece = list(milestones[at : at + _FEW_LAYERS])

@@ -96,6 +96,38 @@ def test_a_pair_that_never_gained_loses_less_on_later_texts() -> None:
     assert lost[2] < 0.7 * lost[0]
 
 
+def losing() -> SpeculationSwitch:
+    """Of a pair that has lost on many texts."""
+    pace = SpeculationSwitch()
+    for _ in range(20):
+        pace.on_new_text(may_gain=True)
+        run(pace, 64, 90.0)
+    return pace
+
+
+def test_a_pair_that_clearly_lost_is_not_tried_on_every_short_text() -> None:
+    """But once in two hundred tokens, over the borders of texts; each trial loses 0.8 tokens."""
+    pace, lost, trials = losing(), 0.0, 0
+    for _ in range(50):
+        pace.on_new_text(may_gain=True)
+        for _ in range(20):
+            trials += pace.speculating
+            lost += add(pace, 90.0)
+    assert 4 <= trials <= 6
+    assert lost < 0.005 * 50 * 20
+
+
+def test_a_pair_that_clearly_lost_recovers_once_it_gains() -> None:
+    """On texts of any length: half of the tokens after the first trial are drafted."""
+    pace, speculative = losing(), 0
+    for _ in range(40):
+        pace.on_new_text(may_gain=True)
+        for _ in range(20):
+            speculative += pace.speculating
+            add(pace, 50.0, tokens=3)
+    assert speculative > 0.7 * 40 * 20
+
+
 def test_a_pair_that_cannot_gain_is_hardly_tried() -> None:
     """By the times of passes and drafts; should they be wrong, a trial is earned."""
     pace = begin(may_gain=False)

@@ -71,6 +71,21 @@ def test_the_planner_is_never_slower_than_plain_decoding(
     assert comparison.adaptive.efficiency > 0.93
 
 
+@pytest.mark.parametrize("tokens", [20, 64])
+def test_short_answers_do_not_pay_for_trials(tokens: int) -> None:
+    """On cards on which drafts come late (docs/lab/h200.md), of a pair that seemed to pay."""
+    card = Device(
+        t_verify="1:2,2:2.4,8:2.5,16:5.8", t_draft="1:0.7,32:1", draft_start=2.0, ipc=0.5,
+        branches=32,
+    )  # fmt: skip
+    estimates, plain_s, adaptive_s = load(card), 0.0, 0.0
+    for seed in range(30):
+        answer = Scenario(device=card, acceptance=UNEVEN, tokens=tokens, seed=seed)
+        plain_s += tokens / simulate(answer, Strategy(mode="ar")).tok_s
+        adaptive_s += tokens / simulate(answer, Strategy(), estimates).tok_s
+    assert plain_s / adaptive_s > 0.975
+
+
 @pytest.mark.parametrize(("shape", "ratio"), list(product(("flat", "mild", "steep"), (0.1, 0.25))))
 @pytest.mark.parametrize("alpha", [0.3, 0.6])
 def test_sequential_drafting_is_planned_too(shape: str, ratio: float, alpha: float) -> None:
