@@ -137,7 +137,8 @@ class CostModel:
             switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
             switch.on_new_text(may_gain=may_gain)
         hits = 0.0 if mode == "sd" or self.drafts_in_turn else self.hits.value
-        return self._plan_schedule(self.backup_rate, hits) if is_known else None
+        besides = {"exchange_ms": self.idle_ms["hit"].value, "wait_ms": self.wait_overhead_ms}
+        return self._plan_schedule(self.backup_rate, hits, **besides) if is_known else None
 
     @property
     def draft_token_ms(self) -> float:
@@ -294,11 +295,10 @@ class CostModel:
         """Choose between drafting during verifications and in turn with them."""
         if self.verify_latency.is_observed and self.plain_latency.is_known and self.draft_token_ms:
             prefer = _CLEARLY if self.drafts_in_turn else 1.0 / _CLEARLY
-            planned = self._plan_schedule(self.backup_rate, self.hits.value, prefer)
+            planned = self._plan_schedule(self.backup_rate, self.hits.value, prefer=prefer)
             if planned.way != "plain":
                 self.drafts_in_turn = planned.way == "in turn"
 
-    def _plan_schedule(self, acceptance: float, hits: float, prefer: float = 1.0) -> Schedule:
+    def _plan_schedule(self, acceptance: float, hits: float, **more: float) -> Schedule:
         alone, contended = self.plain_latency.of, self.verify_latency.of
-        draft_ms = self.draft_token_ms
-        return plan_schedule(alone, contended, draft_ms, acceptance, hits=hits, prefer=prefer)
+        return plan_schedule(alone, contended, self.draft_token_ms, acceptance, hits=hits, **more)

@@ -26,6 +26,8 @@ def plan_schedule(
     *,
     hits: float = ASSUMED_HITS,
     prefer: float = 1.0,
+    exchange_ms: float = 0.0,
+    wait_ms: float = 0.0,
 ) -> Schedule:
     """Return the fastest schedule.
 
@@ -37,8 +39,9 @@ def plan_schedule(
         hits: share of the verifications after which a draft is ready; after the others it is
             drafted in turn. 0 where nothing is drafted in parallel.
         prefer: advantage that drafting in parallel needs over drafting in turn.
+        exchange_ms: between a verification and the next one, besides drafting.
+        wait_ms: what a draft that is awaited takes besides its tokens.
     """
-
     pass_ms = {rows: alone(rows) for rows in _TOLD}
 
     def choose(way: Way, round_ms: Latency) -> Schedule:
@@ -49,13 +52,14 @@ def plan_schedule(
 
     def in_parallel_ms(count: int) -> float:
         hidden_ms = (count + 1) * draft_ms  # the drafter processes the chain first
-        return max(contended(count + 1), hidden_ms) + (1.0 - hits) * count * draft_ms
+        round_ms = max(contended(count + 1) + exchange_ms, hidden_ms)
+        return round_ms + (1.0 - hits) * (wait_ms + count * draft_ms)
 
-    in_turn = choose("in turn", lambda count: alone(count + 1) + count * draft_ms)
+    in_turn = choose("in turn", lambda n: alone(n + 1) + exchange_ms + wait_ms + n * draft_ms)
     in_parallel = choose("in parallel", in_parallel_ms)
     best = in_parallel if hits and in_parallel.gain > prefer * in_turn.gain else in_turn
-    pays = best.gain >= LEAST_GAIN
-    return best if pays else Schedule("plain", 0, 1.0, pass_ms, draft_ms, acceptance)
+    plain = Schedule("plain", 0, 1.0, pass_ms, draft_ms, acceptance)
+    return best if best.gain >= LEAST_GAIN else plain
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
