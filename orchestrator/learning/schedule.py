@@ -19,16 +19,9 @@ _TOLD = (1, 2, 4, 8)
 
 
 def plan_schedule(
-    alone: Latency,
-    contended: Latency,
-    draft_ms: float,
-    acceptance: float,
-    *,
-    hits: float = ASSUMED_HITS,
-    prefer: float = 1.0,
-    exchange_ms: float = 0.0,
-    wait_ms: float = 0.0,
-) -> Schedule:
+    alone: Latency, contended: Latency, draft_ms: float, acceptance: float, *,
+    hits: float = ASSUMED_HITS, prefer: float = 1.0, exchange_ms: float = 0.0, wait_ms: float = 0.0,
+) -> Schedule:  # fmt: skip
     """Return the fastest schedule.
 
     Args:

@@ -45,6 +45,8 @@ class SpeculationSwitch:
     """True if this text started with all of it, and was decoded plainly so far."""
     _lead: float = 0.0
     """Tokens that speculation gained on all texts, within limits."""
+    _least_lead: float = -_MOST / 3
+    """What this text can bring it to: one alone does not decide."""
     _left: int = _ROUNDS
     """Rounds that are left to measure plain decoding; below 0, speculative rounds since then."""
 
@@ -76,6 +78,7 @@ class SpeculationSwitch:
     def on_new_text(self, *, may_gain: bool) -> None:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
+        self._least_lead = max(-_MOST, self._lead - _MOST / 3)
         start = self._start if self._is_trusted else _START / 2
         if self._trial == _START:  # no short text is a trial then
             start = min(self.credit, _START)
@@ -111,7 +114,7 @@ class SpeculationSwitch:
             if self._plain.whole:
                 gain = tokens - milliseconds * self._plain_rate
                 self.credit = max(0.0, min(self.credit + gain, _MOST))
-                self._lead = max(-_MOST, min(self._lead + gain, _MOST))
+                self._lead = max(self._least_lead, min(self._lead + gain, _MOST))
             self._left -= 1
             if self._left <= -_APART:
                 self._plain = DiscountedRatio()  # the machine may have changed
