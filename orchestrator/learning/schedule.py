@@ -32,8 +32,8 @@ def plan_schedule(
         hits: share of the verifications after which a draft is ready; after the others it is
             drafted in turn. 0 where nothing is drafted in parallel.
         prefer: advantage that drafting in parallel needs over drafting in turn.
-        exchange_ms: between a verification and the next one, besides drafting.
-        wait_ms: what a draft that is awaited takes besides its tokens.
+        exchange_ms: time between two verifications that is not spent on drafting.
+        wait_ms: extra time of a draft that the target waits for, excluding its tokens.
     """
     pass_ms = {rows: alone(rows) for rows in _TOLD}
 

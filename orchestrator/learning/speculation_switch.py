@@ -46,7 +46,7 @@ class SpeculationSwitch:
     _lead: float = 0.0
     """Tokens that speculation gained on all texts, within limits."""
     _least_lead: float = -_MOST / 3
-    """What this text can bring it to: one alone does not decide."""
+    """Least lead that the losses of this text can lead to: one text alone does not decide."""
     _left: int = _ROUNDS
     """Rounds that are left to measure plain decoding; below 0, speculative rounds since then."""
 
@@ -71,16 +71,16 @@ class SpeculationSwitch:
         return max(self._plain.value, self._rate_now) if self._plain.whole else 0.0
 
     @property
-    def _trial(self) -> float:
-        """Least credit with which a pair is tried again, after losses on several texts a token."""
-        return _START if self._lead <= -_MOST else _START / 2
+    def _has_lost(self) -> bool:
+        """True if the pair lost on several texts, and gained nothing since."""
+        return self._lead <= -_MOST
 
     def on_new_text(self, *, may_gain: bool) -> None:
         """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
         self._is_trusted = may_gain and self._lead >= 0.0
         self._least_lead = max(-_MOST, self._lead - _MOST / 3)
         start = self._start if self._is_trusted else _START / 2
-        if self._trial == _START:  # no short text is a trial then
+        if self._has_lost:
             start = min(self.credit, _START)
         self.credit = start if may_gain else min(self.credit, 0.0)
         self._decide(0.0)
@@ -128,5 +128,6 @@ class SpeculationSwitch:
 
     def _decide(self, least_loss: float) -> None:
         """Speculate while there is credit; after a pause, once there is enough for a trial."""
-        enough = least_loss if self.speculating else max(self._trial, least_loss)
+        trial = _START if self._has_lost else _START / 2
+        enough = least_loss if self.speculating else max(trial, least_loss)
         self.speculating = self._left <= 0 and self.credit >= enough

@@ -16,7 +16,7 @@ the verifier must stop.
 
 
 def limit_grant(streams: int, ahead: int) -> int:
-    """Return how many of the `ahead` tokens after the next one to grant; `streams` requests run."""
+    """Return the tokens to grant to each of `streams` running requests, at most `ahead`."""
     return min(max(1, MOST_GRANTED // streams), ahead)
 
 

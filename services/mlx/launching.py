@@ -25,7 +25,7 @@ def launch(*arrays: Any) -> None:
 
 
 def launch_first(milestones: Sequence[mx.array]) -> None:
-    """Start the first layers of a pass with these `KVStore.milestones`, lazy."""
+    """Start the first layers of a pass, given its `KVStore.milestones`, which are lazy."""
     launch(list(milestones[: FIRST_LAYERS + 1]))
 
 
@@ -37,7 +37,7 @@ def launch_in_pieces(milestones: Sequence[mx.array]) -> None:
 
 
 def compute_in_pieces(milestones: Sequence[mx.array]) -> None:
-    """Compute a pass a few layers at a time, to limit the memory of intermediate results."""
+    """Compute a pass, given its `KVStore.milestones`, a few layers at a time to save memory."""
     before: list[mx.array] = []
     for at in range(0, len(milestones), _FEW_LAYERS):
         piece = list(milestones[at : at + _FEW_LAYERS])

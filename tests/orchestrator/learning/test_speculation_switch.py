@@ -97,7 +97,7 @@ def test_a_pair_that_never_gained_loses_less_on_later_texts() -> None:
 
 
 def losing() -> SpeculationSwitch:
-    """Of a pair that has lost on many texts."""
+    """The switch of a pair that has lost on many texts."""
     pace = SpeculationSwitch()
     for _ in range(20):
         pace.on_new_text(may_gain=True)
@@ -106,7 +106,7 @@ def losing() -> SpeculationSwitch:
 
 
 def test_a_pair_that_clearly_lost_is_not_tried_on_every_short_text() -> None:
-    """But once in two hundred tokens, over the borders of texts; each trial loses 0.8 tokens."""
+    """It is tried once in two hundred tokens, across texts; each trial loses 0.8 tokens."""
     pace, lost, trials = losing(), 0.0, 0
     for _ in range(50):
         pace.on_new_text(may_gain=True)
@@ -118,7 +118,7 @@ def test_a_pair_that_clearly_lost_is_not_tried_on_every_short_text() -> None:
 
 
 def test_a_pair_that_clearly_lost_recovers_once_it_gains() -> None:
-    """On texts of any length: half of the tokens after the first trial are drafted."""
+    """Even on short texts: after the first trial nearly all rounds are speculative."""
     pace, speculative = losing(), 0
     for _ in range(40):
         pace.on_new_text(may_gain=True)

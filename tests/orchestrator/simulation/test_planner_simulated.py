@@ -71,6 +71,14 @@ def test_the_planner_is_never_slower_than_plain_decoding(
     assert comparison.adaptive.efficiency > 0.93
 
 
+def test_the_start_of_a_draft_takes_its_time() -> None:
+    """In turn it is added to every round; in parallel it makes drafts late."""
+    usual = scenario("flat", 0.1, UNEVEN)
+    slow = replace(usual, device=replace(usual.device, draft_start=15.0))
+    for strategy in (Strategy(mode="sd", num_draft_tokens=4), Strategy(num_draft_tokens=4)):
+        assert simulate(slow, strategy).tok_s < 0.9 * simulate(usual, strategy).tok_s
+
+
 @pytest.mark.parametrize("tokens", [20, 64])
 def test_short_answers_do_not_pay_for_trials(tokens: int) -> None:
     """On cards on which drafts come late (docs/lab/h200.md), of a pair that seemed to pay."""
