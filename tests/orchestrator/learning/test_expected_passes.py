@@ -231,14 +231,19 @@ def test_the_first_round_weighs_the_time_of_a_draft(draft_ms: float, *, pays: bo
     assert (planner.backup_length() > 0) == pays
 
 
-@pytest.mark.parametrize(("late_ms", "way"), [(0.0, "in parallel"), (2.5, "plain")])
-def test_a_schedule_counts_messages_and_late_drafts(late_ms: float, way: str) -> None:
+@pytest.mark.parametrize(
+    ("idle_ms", "late_ms", "way"),
+    [(0.2, 0.0, "in parallel"), (0.2, 6.0, "plain"), (6.0, 0.0, "plain"), (1.4, 2.5, "plain")],
+)
+def test_a_schedule_counts_messages_and_late_drafts(
+    idle_ms: float, late_ms: float, way: str
+) -> None:
     """Once they were seen; an optimist tries drafts all the same (docs/lab/h200.md)."""
     estimates = expecting({1: 2.0, 2: 2.4, 8: 2.5})
     estimates.on_hello(service("drafter", "small", pass_times=PassTimes(chains={1: 0.7})))
     for _ in range(20):
         hit = observed(confidences=[0.7] * 3, accepted=2, verify_ms=2.4, rank=0, prepared=8)
-        estimates.observe_round(replace(hit, idle_ms=0.2 + late_ms / 2))
+        estimates.observe_round(replace(hit, idle_ms=idle_ms))
         estimates.observe_wait(3, 0.7 + late_ms, 2.1 + late_ms)
         missed = observed(confidences=[0.7] * 3, origin="miss", accepted=2, verify_ms=2.4)
         estimates.observe_round(replace(missed, idle_ms=1.0, prepared=8))

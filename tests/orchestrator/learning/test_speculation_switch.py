@@ -117,6 +117,18 @@ def test_a_pair_that_clearly_lost_is_not_tried_on_every_short_text() -> None:
     assert lost < 0.005 * 50 * 20
 
 
+def test_one_text_alone_does_not_decide_that_a_pair_has_lost() -> None:
+    """Whatever it lost, the next text is a trial."""
+    pace = begin()
+    run(pace, 40, 33.0)
+    pace.on_new_text(may_gain=True)
+    run(pace, 4000, 90.0)
+    pace.on_new_text(may_gain=True)
+    pace.credit = 0.0
+    pace.on_new_text(may_gain=True)
+    assert pace.speculating
+
+
 def test_a_pair_that_clearly_lost_recovers_once_it_gains() -> None:
     """Even on short texts: after the first trial nearly all rounds are speculative."""
     pace, speculative = losing(), 0
