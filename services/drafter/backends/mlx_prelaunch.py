@@ -128,7 +128,7 @@ class PrelaunchingBackend(MlxBackend):
     ) -> Generator[TreeLayer | None]:
         """Make one round of the missing tokens and the draft."""
         trunk, rounds = self._trunk(sequence), self.rounds
-        begun = None
+        begun, tokens = None, list[int]()
         if rounds is not None and count and not options.siblings and self._goes_ahead(trunk):
             desired = [*trunk.sequence, pending]
             trunk.cut(min(self._keep(trunk, desired, len(desired), 1), trunk.committed))
@@ -299,6 +299,7 @@ class PrelaunchingBackend(MlxBackend):
             return False
         for shape, sampling in itertools.product(shapes, _TRIAL_SAMPLINGS):
             # CUDA builds no graph while a round waits: the first one of a shape may give up.
+            usual = ours = mx.zeros(1)
             for _ in range(_TRIAL_TURNS):
                 self.rounds = None
                 usual, path = self._play(shape, sampling)
