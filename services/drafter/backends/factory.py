@@ -65,8 +65,8 @@ def _create_mlx(
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
     prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-    make = MlxBackend
-    if isinstance(settings, DrafterSettings) and settings.prelaunches:
+    make, prelaunches = MlxBackend, isinstance(settings, DrafterSettings) and settings.prelaunches
+    if prelaunches and unit.startswith("cuda"):
         from services.drafter.backends.mlx_prelaunch import PrelaunchingBackend  # noqa: PLC0415
 
         make = PrelaunchingBackend
