@@ -206,6 +206,7 @@ ASKED_FOR = {
         "services.coreml",
         "services.drafter.backends.coreml",
         "services.drafter.backends.head",
+        "services.drafter.backends.mlx_prelaunch",
     },
 }
 ASIDE = (

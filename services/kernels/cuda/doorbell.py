@@ -30,7 +30,7 @@ TIMEOUT_MS = 30
 
 _WORDS = 128
 """Words per box."""
-_BOXES = 4
+BOXES = 4
 """Number of boxes, used in turn: a pass reads its box while the next one's is written."""
 _RUNS, _START, _TOKENS, _POSITIONS, _SEEN = 1, 2, 4, 36, 68
 """Offsets in a box, whose word 0 is the ticket (`doorbell.cuh`)."""
@@ -80,7 +80,7 @@ class Doorbell:
 
     def __init__(self, boxes: npt.NDArray[np.int32]) -> None:
         self._boxes = boxes
-        self._places = [_pair(*pinned.address_of(box)) for box in boxes]
+        self._places = [to_pair(*pinned.address_of(box)) for box in boxes]
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
     def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[BatchArrays, Ticket]:
@@ -92,7 +92,7 @@ class Doorbell:
             spare: a slot after all that can be in use by then, with room for the rows.
         """
         number = next(self._tickets)
-        place, call = self._places[number % _BOXES], _pair(number, spare)
+        place, call = self._places[number % BOXES], to_pair(number, spare)
         names = ("tokens", "start", "positions", "bits", "rung")
         wait = build(("doorbell.cuh",), _AWAIT, ("place", "call"), contiguous=True, outputs=names)
         tokens, start, positions, bits, rung = wait(
@@ -106,7 +106,7 @@ class Doorbell:
         inputs, outputs = ("start", "bits", "sizes"), ("visible",)
         show = build(("doorbell.cuh",), _SHOW, inputs, contiguous=True, outputs=outputs)
         [visible] = show(
-            inputs=[start, bits, _pair(slots, rows)],
+            inputs=[start, bits, to_pair(slots, rows)],
             template=[],
             grid=(-(-slots // _THREADS) * _THREADS, rows, 1),
             threadgroup=(_THREADS, 1, 1),
@@ -142,7 +142,7 @@ class Doorbell:
         self._release(ticket, runs=False)
 
     def _box(self, ticket: Ticket) -> npt.NDArray[np.int32]:
-        box: npt.NDArray[np.int32] = self._boxes[ticket.number % _BOXES]
+        box: npt.NDArray[np.int32] = self._boxes[ticket.number % BOXES]
         return box
 
     def _release(self, ticket: Ticket, *, runs: bool) -> None:
@@ -152,7 +152,7 @@ class Doorbell:
         box[0] = ticket.number
 
 
-def _pair(low: int, high: int) -> mx.array:
+def to_pair(low: int, high: int) -> mx.array:
     """Return two words: MLX keeps an array this small in host memory, without asking the device."""
     return mx.array(np.array([low, high], np.uint32))
 
@@ -194,8 +194,8 @@ def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
 def open_doorbell() -> Doorbell | None:
     """Return a doorbell for the current device; None if unsupported, with a log entry."""
     try:
-        memory = pinned.allocate(4 * _WORDS * _BOXES)
+        memory = pinned.allocate(4 * _WORDS * BOXES)
     except OSError as error:
         _log.info("no pass is launched before its tokens are known: %s", error)
         return None
-    return Doorbell(memory.view(np.int32).reshape(_BOXES, _WORDS))
+    return Doorbell(memory.view(np.int32).reshape(BOXES, _WORDS))
