@@ -23,6 +23,7 @@ from orchestrator.sequence.actions import (
 )
 from protocol.messages import (
     CloseSequence,
+    DraftTree,
     FinishReason,
     FromService,
     Message,
@@ -67,6 +68,8 @@ class Executor:
         self._on_end = on_end
         self._behind: list[tuple[Request, float]] = []
         """Requests whose verification has ended but whose bookkeeping is pending, with the time."""
+        self._grown: dict[int, Request] = {}
+        """Requests with depths that no round was planned with."""
 
     def run(
         self,
@@ -112,6 +115,18 @@ class Executor:
             request, now = self._behind.pop(0)
             if not request.is_over:
                 self._run(request, request.sequence.record, now)
+
+    def add_depth(self, request: Request, tree: DraftTree, now: float) -> None:
+        """Keep one depth of a draft; `plan_ahead` plans the rounds that it may lead to."""
+        self.run(request, request.on_tree, tree, now)
+        self._grown[request.sequence.number] = request
+
+    def plan_ahead(self) -> None:
+        """Plan rounds of the depths that have arrived, after all outcomes that have."""
+        grown, self._grown = self._grown, {}
+        for request in grown.values():
+            if not request.is_over:
+                self._run(request, request.sequence.plan_ahead)
 
     def _decide(self, request: Request, outcome: VerificationOutcome, now: float) -> list[Action]:
         sequence = request.sequence

@@ -126,12 +126,13 @@ class NextRounds:
         return limit_grant(self._planner.estimates.streams, self._limits.count_ahead(length))
 
     def find(self, current: Round, outcome: VerificationOutcome, length: int) -> NextRound | None:
-        """Return the round prepared for this outcome; plan it now if only its draft was
-        prepared.
+        """Return the round prepared for this outcome; plan it now if only its draft, or more
+        of it, was prepared.
         """
         planned = current.next_rounds.get((outcome.row, outcome.bonus))
         draft = current.cache.draft(outcome.row, outcome.bonus)
-        if planned is not None or not draft or not self.can_speculate(length):
+        is_current = planned is not None and not current.has_grown
+        if is_current or not draft or not self.can_speculate(length):
             return planned
         return self.plan(outcome.round + 1, length, outcome.bonus, draft, "hit")
 

@@ -52,6 +52,8 @@ class Round:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
     """Rounds that follow from the prepared outcomes."""
+    has_grown: bool = False
+    """True if depths have arrived since rounds were planned."""
     waited_ms: float = 0.0
     """Time waited for its draft."""
     continues_run: bool = False

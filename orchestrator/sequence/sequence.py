@@ -146,7 +146,8 @@ class Sequence:
 
     def is_precomputed(self, outcome: VerificationOutcome) -> bool:
         """Return True if the last `PrecomputeVerify` for this outcome is up to date."""
-        planned = (outcome.row, outcome.bonus) in self.current.next_rounds
+        key, current = (outcome.row, outcome.bonus), self.current
+        planned = key in current.next_rounds and not current.has_grown
         awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
         return planned and awaited and self.planner.should_speculate and not self._is_held
 
@@ -303,6 +304,11 @@ class Sequence:
             return []
         return self._precompute() if current.cache.inherit(current.offered, current.rows) else []
 
+    def plan_ahead(self) -> list[Action]:
+        """Plan what follows from the depths that have arrived, once nothing more urgent waits."""
+        grown, self.current.has_grown = self.current.has_grown, False
+        return self._precompute() if grown and self.phase is Phase.VERIFYING else []
+
     def _precompute(self) -> list[Action]:
         if self._is_held:
             return []
@@ -328,7 +334,8 @@ class Sequence:
                     self.recorder.stale_trees += 1  # duplicate, or out of order
                     return []
                 self.planner.estimates.observe_step(tree.depth, tree.draft_ms)
-                return self._precompute()
+                self.current.has_grown = True
+                return []
             case Phase.DRAFTING:
                 return self._on_backup(tree, now)
             case Phase.STRANDED | Phase.HELD | Phase.FINISHED:

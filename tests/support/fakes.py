@@ -508,6 +508,8 @@ class Stack:
     def tree_arrives(self) -> None:
         if self.wire:
             self.do(self.sequence.on_tree(self.wire.pop(0), self.now))
+        if not self.wire:
+            self.do(self.sequence.plan_ahead())
 
     def tree_overtakes(self) -> None:
         if self.wire:
