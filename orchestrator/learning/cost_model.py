@@ -170,13 +170,12 @@ class CostModel:
 
         Siblings, in trees of a fixed size, share a total probability of one.
         """
+        calibration = self.calibrations[origin]
+        known = {confidence: calibration.rate(confidence) for confidence in set(confidences)}
         rates: list[float] = []
         left: dict[int, float] = {}
         for confidence, parent in zip(confidences, parents, strict=True):
-            if parent in left:
-                rate = min(confidence, left[parent])
-            else:
-                rate = self.calibrations[origin].rate(confidence)
+            rate = known[confidence] if parent not in left else min(confidence, left[parent])
             left[parent] = left.get(parent, 1.0) - rate
             rates.append(rate)
         return rates

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import pairwise
 
 from orchestrator.learning.averages import Ema
 
@@ -15,6 +16,8 @@ STALL = 1.5
 """Cap of a pass or a wait, as a multiple of its usual time: the first passes of a size compile
 kernels, and other programs use the cores.
 """
+_TABLED = 65
+"""Sizes of passes that are looked up."""
 _PACE_WEIGHT, _SHAPE_WEIGHT = 3.0, 10.0
 """Number of rounds that the passes at load count as: for their pace, and for the relative time
 of a size. A machine soon becomes busier than at load; its kernels do not change.
@@ -45,7 +48,8 @@ class VerifyLatency:
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
         self._uncontended = uncontended
         self._deviations: dict[int, Ema] = {}
-        self._cache: dict[int, float] = {}
+        self._shapes = [self._shape(rows) for rows in range(_TABLED)]
+        self._table = self._shapes
         self.is_known = bool(passes)
         """True if anything was measured, at load or in rounds."""
         self.is_observed = False
@@ -60,16 +64,33 @@ class VerifyLatency:
             self._pace.observe(self.pace * self._compare(rows, milliseconds))
             deviation = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
             deviation.observe(deviation.value * self._compare(rows, milliseconds))
-        self._cache = {}
+            self._table = self._correct()
         self.is_known = self.is_observed = True
 
     def of(self, rows: int) -> float:
         """Return T_v(rows): measured, interpolated, or extrapolated."""
-        if (shape_ms := self._cache.get(rows)) is None:
-            deviations = {m: ratio.value for m, ratio in self._deviations.items()}
-            factor = _interpolate(deviations, rows) if deviations else 1.0
-            shape_ms = self._cache[rows] = self._shape(rows) * factor
-        return shape_ms * self.pace
+        if rows < _TABLED:
+            return self._table[rows] * self.pace
+        last = max(self._deviations, default=0)
+        factor = self._deviations[last].value if last else 1.0
+        return self._shape(rows) * factor * self.pace
+
+    def of_up_to(self, fewest: int, most: int) -> list[float]:
+        """Return T_v of each number of rows from `fewest` to `most`."""
+        if most >= _TABLED:
+            return [self.of(rows) for rows in range(fewest, most + 1)]
+        pace = self.pace
+        return [shape_ms * pace for shape_ms in self._table[fewest : most + 1]]
+
+    def _correct(self) -> list[float]:
+        """Return the table corrected for all sizes, here: when it is used, the target waits."""
+        points = sorted((rows, ratio.value) for rows, ratio in self._deviations.items())
+        factors = [points[0][1]] * points[0][0]
+        for (left, low), (right, high) in pairwise(points):
+            step = (high - low) / (right - left)
+            factors += [low + step * more for more in range(right - left)]
+        factors += [points[-1][1]] * (_TABLED - len(factors))
+        return [shape * factor for shape, factor in zip(self._shapes, factors, strict=False)]
 
     @property
     def pace(self) -> float:

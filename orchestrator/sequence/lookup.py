@@ -19,8 +19,5 @@ class PromptLookup:
 
     def find(self, tokens: Tokens, longest: int, siblings: int = 0) -> Draft:
         """Return up to `longest` tokens that followed the ending of `tokens`."""
-        continuations = find_continuations(tokens, longest, 1 + siblings, self._bans.count_allowed)
-        draft = Draft()
-        for token, parent, confidence in zip(*continuations, strict=True):
-            draft.add(token, confidence, parent=parent)
-        return draft
+        found = find_continuations(tokens, longest, 1 + siblings, self._bans.count_allowed)
+        return Draft(found.tokens, found.confidences, parents=found.parents)

@@ -289,9 +289,10 @@ class Planner:
             plain = 1.0 / estimates.plain_latency.of(estimates.streams)
             throughput = estimates.streams * max(plain, estimates.recent.value)
         latency = estimates.plain_latency if alone else self._latency
+        times_ms = latency.of_up_to(self._rows(0), self._rows(len(chances)))
+        tokens = accumulate(chances, initial=1.0)
         return [
-            tokens - throughput * latency.of(self._rows(count))
-            for count, tokens in enumerate(accumulate(chances, initial=1.0))
+            gained - throughput * time_ms for gained, time_ms in zip(tokens, times_ms, strict=True)
         ]
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:

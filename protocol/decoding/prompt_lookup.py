@@ -49,6 +49,9 @@ def find_continuations(
     rows: dict[tuple[int, int], int] = {}
     branches = 0
     for continuation, confidence in islice(_continuations(tokens, count, possible), _MOST_MATCHES):
+        if most == 1:
+            length = len(continuation)
+            return Continuations(continuation, [*range(length)], [confidence] * length)
         branches += _add(tree, rows, continuation, confidence)
         if branches >= most:
             break
