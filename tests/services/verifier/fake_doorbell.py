@@ -75,9 +75,11 @@ class FakeDoorbell(Doorbell):
         batch, self.waiting = self.waiting[1], None
         return batch
 
-    def _show(self, batch: BatchArrays, start: int, bits: npt.NDArray[np.uint32]) -> None:
+    def _show(self, batch: BatchArrays, start: int, bits: list[int]) -> None:
         assert batch.visible is not None
         rows, slots = batch.visible.shape
         own = np.arange(slots)[None] - start
-        seen = (bits[:, None] >> np.clip(own, 0, 31).astype(np.uint32)) & 1 == 1
+        seen = (
+            np.array(bits, np.uint32)[:, None] >> np.clip(own, 0, 31).astype(np.uint32)
+        ) & 1 == 1
         view(batch.visible)[:] = (own < 0) | ((own < rows) & seen)

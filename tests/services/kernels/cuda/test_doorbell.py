@@ -42,4 +42,4 @@ def test_a_pass_that_is_called_off_does_not_run() -> None:
 @pytest.mark.parametrize("rows", [8, 32])
 def test_a_row_of_a_chain_sees_those_before_it(rows: int) -> None:
     bits = write_bits(read_tree(list(range(rows)), []), rows)
-    assert bits.tolist() == [2 ** (row + 1) - 1 for row in range(rows)]
+    assert bits == [2 ** (row + 1) - 1 for row in range(rows)]
