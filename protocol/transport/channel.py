@@ -87,7 +87,7 @@ class _Endpoint(Closeable):
     def ready(self, timeout_s: float) -> bool:
         """Return True if a message is waiting, after at most `timeout_s` seconds."""
         # Polling takes several times longer than asking, which happens around every verification.
-        if self._socket.getsockopt(zmq.EVENTS) & _READABLE:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
             return True
         return timeout_s > 0.0 and bool(self._socket.poll(round(timeout_s * 1000)))
 

@@ -154,7 +154,7 @@ class Doorbell:
 
 def _write(box: npt.NDArray[np.int32], place: int, words: Sequence[int]) -> None:
     """Write words of a box from this one on; numpy takes several times longer, and it is urgent."""
-    struct.pack_into(f"{len(words)}I", box, box.itemsize * place, *words)
+    struct.pack_into(f"{len(words)}I", box.data, box.itemsize * place, *words)
 
 
 def to_pair(low: int, high: int) -> mx.array:
