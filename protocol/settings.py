@@ -112,8 +112,6 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """Number of finished sequences whose KV is cached, for others with the same prefix."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
     """Most memory for them."""
-    prelaunches: bool = False
-    """Launch passes that wait for their tokens on the GPU, where no other process computes."""
 
 
 RankSplit = list[Annotated[int, msgspec.Meta(ge=1)]] | Literal["auto"]
@@ -185,6 +183,8 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
     """File in which the KV of finished sequences outlives the process; empty: none."""
+    prelaunches: bool = False
+    """Launch passes that wait for their tokens on the GPU, if no drafter computes there."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is in this process."""
 

@@ -206,7 +206,6 @@ ASKED_FOR = {
         "services.coreml",
         "services.drafter.backends.coreml",
         "services.drafter.backends.head",
-        "services.drafter.backends.mlx_prelaunch",
     },
 }
 ASIDE = (

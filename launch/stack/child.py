@@ -117,11 +117,12 @@ middle of a pass whose first kernel waits for the host, that is when this kernel
 
 def environment_for(settings: ChildSettings) -> dict[str, str]:
     """Return the child's environment, which determines the visible GPUs."""
-    if not isinstance(settings, ServiceSettings):
-        return child_environment("")
-    ranks = settings.ranks if isinstance(settings, VerifierSettings) else None
-    usual = child_environment(settings.device) | (ranks.hosts[0].environment if ranks else {})
-    return _ONE_GRAPH | usual if settings.prelaunches else usual
+    device = settings.device if isinstance(settings, ServiceSettings) else ""
+    if not isinstance(settings, VerifierSettings):
+        return child_environment(device)
+    ranks = settings.ranks.hosts[0].environment if settings.ranks else {}
+    first = _ONE_GRAPH if settings.prelaunches else {}
+    return {**first, **child_environment(device), **ranks}
 
 
 def end_all(children: Collection[Child]) -> None:

@@ -169,7 +169,6 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         prompt_cache_bytes=settings.prompt_cache_bytes,
         # Other backends have no choice of device; one may have been swapped in.
         device=settings.draft_device if pair.backend in {"mlx", "head"} else "",
-        prelaunches=ranks is None and pair.backend == "mlx" and _shares_no_gpu(settings, pair),
     )
     return Child("drafter", "services.drafter.main", child_settings, run_dir.log("drafter"))
 

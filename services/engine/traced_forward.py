@@ -63,7 +63,7 @@ class TracedForward:
     def __init__(
         self, model: Any, *, columns: int | None = None, padded: tuple[int, ...] | None = None
     ) -> None:
-        self.trace = Trace(model, columns=columns)
+        self._trace = Trace(model, columns=columns)
         self._longest_chain = MOST_ROWS if padded is None else 0
         self.shapes: set[Shape] = set()
         """Shapes traced so far."""
@@ -89,7 +89,7 @@ class TracedForward:
 
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
-        self.trace.read(reader)
+        self._trace.read(reader)
 
     def serves(
         self, store: KVStore, span: Span | None = None, *, ahead: bool = False, depth: int = 1
@@ -117,7 +117,7 @@ class TracedForward:
 
     def prepare(self, shape: Shape, new_store: Callable[[], KVStore]) -> None:
         """Trace chains or trees of this shape, and compute one."""
-        store = prefill(self.trace.model, new_store, _PROMPT)
+        store = prefill(self._trace.model, new_store, _PROMPT)
         store.widen(shape.slots)
         parents = [0] * (shape.rows - 1) if shape.forks else []
         tree = read_tree(list(range(1, 1 + shape.rows)), parents)
@@ -171,11 +171,17 @@ class TracedForward:
         self, arrays: BatchArrays, store: KVStore, stride: mx.array | None = None
     ) -> Replayed:
         """Replay a pass; the store gets its rows. Arguments as for a `Trace`."""
-        if self.trace.may_write and any(writes_in_place(*pair) for pair in store.buffers[:1]):
+        keys, values = store.caches[0].keys, store.caches[0].values
+        if (
+            self._trace.may_write
+            and keys is not None
+            and values is not None
+            and writes_in_place(keys, values)
+        ):
             store.own()
-        replayed = self.trace(arrays, store.caches, stride)
-        if self.trace.reader is not None and replayed.features is not None:
-            self.trace.reader.put(replayed.features)
+        replayed = self._trace(arrays, store.caches, stride)
+        if self._trace.reader is not None and replayed.features is not None:
+            self._trace.reader.put(replayed.features)
         return replayed
 
 

@@ -37,7 +37,6 @@ TOLERANCES = {
     "tap": 0.02,
     "shared pass": 0.05,
     "tree": 0.05,
-    "round": 0.05,  # shares of tokens, which are exponentials of logits
     "rewinding": 0.05,
     "rewinding in float32": 0.002,
     "rewinding in any case": 1e-4,

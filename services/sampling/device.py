@@ -43,8 +43,8 @@ _CLOSE = 1e-5
 _BORDER = 1e-4
 """Probabilities this close to a filter's border may be on either side of it."""
 
-_DROPPED = 1e4
-"""Subtracted from the logits of tokens that a drafter's filter drops; their order remains."""
+_DROPPED = 1e9
+"""Subtracted from the logits of tokens that a drafter's filter drops."""
 
 _UNDECIDED, _BROKEN = -1, -2
 """In place of a token: the host decides, or some logit of the row is NaN or infinite."""

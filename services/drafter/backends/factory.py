@@ -65,12 +65,7 @@ def _create_mlx(
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
     prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-    make, prelaunches = MlxBackend, isinstance(settings, DrafterSettings) and settings.prelaunches
-    if prelaunches and unit.startswith("cuda"):
-        from services.drafter.backends.mlx_prelaunch import PrelaunchingBackend  # noqa: PLC0415
-
-        make = PrelaunchingBackend
-    backend = make(folder, step, unit, prompts, weights=settings.weights)
+    backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
     if unit == "cpu":
         return backend, ()
     kernels = [Stage("kernels", backend.try_kernels)] if unit.startswith("cuda") else []

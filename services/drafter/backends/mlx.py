@@ -80,7 +80,6 @@ _FEW = 8
 class MlxBackend:
     """Draft backend on MLX; see `base.DraftBackend`."""
 
-    _trunk_type = Trunk
     _feeds_by_depth = False
     """True if a token can be fed only after the one before it."""
 
@@ -148,7 +147,7 @@ class MlxBackend:
         store = self._prompts.fork(tokens, running)
         if not isinstance(store, KVStore | BranchingState):
             store = self._new_store()
-        opened = self._trunk_type(store, drafter_sampling(sampling))
+        opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
             left = len(tokens) - store.length
@@ -288,7 +287,7 @@ class MlxBackend:
             trunk.tree = None
             return keep
         trunk.cut(keep)
-        trunk.store.move([tree.slot(index) for index in path])
+        trunk.store.move([tree.trunk + index for index in path])
         tree.lost = max(tree.lost, keep + len(path))
         trunk.tokens = desired[: keep + len(path)]
         if trunk.processor is not None:

@@ -57,13 +57,13 @@ class DepthsAhead:
     def __init__(self, runner: ModelRunner, head_ids: Ids | None, head_size: int) -> None:
         self._runner, self._size = runner, head_size
         ids = np.arange(head_size) if head_ids is None else head_ids
-        self.ids = mx.array(ids.astype(np.int32))
+        self._ids = mx.array(ids.astype(np.int32))
         self.traced: TracedPasses | None = None
         """Passes of the shapes that are replayed."""
 
     def trace(self, store: KVStore) -> Steps[None]:
         """Test which passes are faster when replayed; `store` is an empty one."""
-        traced = TracedPasses(self._runner.model, self._size, self.ids)
+        traced = TracedPasses(self._runner.model, self._size, self._ids)
         yield from traced.prepare(lambda: store.fork(0))
         self.traced, self._runner.traced = traced, traced.forward
 
@@ -94,7 +94,7 @@ class DepthsAhead:
         for at in range(1, depth + 1):
             following = choose(rules[at], self._run(_follow(current))) if at < depth else None
             first, candidates = len(tree.fed) - count, np.array(current.candidates)[:, :count]
-            layer, tips = read_layer(roots, tips, candidates, first, options)
+            layer, tips = _read_layer(roots, tips, candidates, first, options)
             if following is not None:
                 current = following
                 tree.add(_to_buds(tips), current.logits)
@@ -148,7 +148,7 @@ class DepthsAhead:
             drawn = not is_greedy(sampling)
             tokens, candidates = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
-            tokens, candidates = guess(logits, width, self.ids, rules, sampling)
+            tokens, candidates = guess(logits, width, self._ids, rules, sampling)
         launch(tokens, candidates)
         return _Launched(tokens, candidates, logits, following)
 
@@ -170,7 +170,7 @@ def _slots(trunk: Trunk) -> KVStore:
     return trunk.store
 
 
-def read_layer(
+def _read_layer(
     roots: list[Outcome],
     tips: list[Tip],
     candidates: npt.NDArray[np.float32],

@@ -91,7 +91,7 @@ class TracedPasses:
 
     def _warm(self, logits: mx.array) -> Steps[None]:
         """Compute choices of each kind."""
-        for width, sampling in itertools.product(WIDTHS[:2], (_GREEDY, _DRAWN, _FILTERED)):
+        for width, sampling in itertools.product(WIDTHS, (_GREEDY, _DRAWN, _FILTERED)):
             rules = mx.array(write_rules(range(len(logits)), sampling))
             # A kernel that is tested before its first use cannot be tested inside a trace.
             mx.eval(guess(logits, width, self._ids, rules, sampling))

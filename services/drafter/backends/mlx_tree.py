@@ -57,10 +57,6 @@ class Tree:
         """Number of trunk slots, after which the scratch slots start."""
         return self.base + len(self.chain)
 
-    def slot(self, index: int) -> int:
-        """Return the slot of a fed token."""
-        return self.trunk + index
-
     def position(self, bud: Bud) -> int:
         """Return the position of the token in the sequence; its parent must be fed."""
         return 1 + (self._positions[bud.parent] if bud.parent >= 0 else bud.fork)
@@ -145,7 +141,7 @@ class Tree:
             path.append(child)
             key = child
         path = path[start - self.base - shared :] if start >= self.base + shared else []
-        return path if all(self.slot(index) >= self.lost for index in path) else []
+        return path if all(self.trunk + index >= self.lost for index in path) else []
 
 
 @dataclass

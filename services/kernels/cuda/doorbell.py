@@ -31,7 +31,7 @@ TIMEOUT_MS = 30
 
 _WORDS = 128
 """Words per box."""
-BOXES = 4
+_BOXES = 4
 """Number of boxes, used in turn: a pass reads its box while the next one's is written."""
 _RUNS, _START, _TOKENS, _POSITIONS, _SEEN = 1, 2, 4, 36, 68
 """Offsets in a box, whose word 0 is the ticket (`doorbell.cuh`)."""
@@ -81,7 +81,7 @@ class Doorbell:
 
     def __init__(self, boxes: npt.NDArray[np.int32]) -> None:
         self._boxes = boxes
-        self._places = [to_pair(*pinned.address_of(box)) for box in boxes]
+        self._places = [_pair(*pinned.address_of(box)) for box in boxes]
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
     def await_tokens(self, rows: int, slots: int, spare: int) -> tuple[BatchArrays, Ticket]:
@@ -93,7 +93,7 @@ class Doorbell:
             spare: a slot after all that can be in use by then, with room for the rows.
         """
         number = next(self._tickets)
-        place, call = self._places[number % BOXES], to_pair(number, spare)
+        place, call = self._places[number % _BOXES], _pair(number, spare)
         names = ("tokens", "start", "positions", "bits", "rung")
         wait = build(("doorbell.cuh",), _AWAIT, ("place", "call"), contiguous=True, outputs=names)
         tokens, start, positions, bits, rung = wait(
@@ -107,7 +107,7 @@ class Doorbell:
         inputs, outputs = ("start", "bits", "sizes"), ("visible",)
         show = build(("doorbell.cuh",), _SHOW, inputs, contiguous=True, outputs=outputs)
         [visible] = show(
-            inputs=[start, bits, to_pair(slots, rows)],
+            inputs=[start, bits, _pair(slots, rows)],
             template=[],
             grid=(-(-slots // _THREADS) * _THREADS, rows, 1),
             threadgroup=(_THREADS, 1, 1),
@@ -142,7 +142,7 @@ class Doorbell:
         self._release(ticket, runs=False)
 
     def _box(self, ticket: Ticket) -> npt.NDArray[np.int32]:
-        box: npt.NDArray[np.int32] = self._boxes[ticket.number % BOXES]
+        box: npt.NDArray[np.int32] = self._boxes[ticket.number % _BOXES]
         return box
 
     def _release(self, ticket: Ticket, *, runs: bool) -> None:
@@ -157,7 +157,7 @@ def _write(box: npt.NDArray[np.int32], place: int, words: Sequence[int]) -> None
     struct.pack_into(f"{len(words)}I", box.data, box.itemsize * place, *words)
 
 
-def to_pair(low: int, high: int) -> mx.array:
+def _pair(low: int, high: int) -> mx.array:
     """Return two words: MLX keeps an array this small in host memory, without asking the device."""
     return mx.array(np.array([low, high], np.uint32))
 
@@ -198,8 +198,8 @@ def write_bits(tree: TokenTree, rows: int) -> list[int]:
 def open_doorbell() -> Doorbell | None:
     """Return a doorbell for the current device; None if unsupported, with a log entry."""
     try:
-        memory = pinned.allocate(4 * _WORDS * BOXES)
+        memory = pinned.allocate(4 * _WORDS * _BOXES)
     except OSError as error:
         _log.info("no pass is launched before its tokens are known: %s", error)
         return None
-    return Doorbell(memory.view(np.int32).reshape(BOXES, _WORDS))
+    return Doorbell(memory.view(np.int32).reshape(_BOXES, _WORDS))

@@ -170,7 +170,7 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     assert traced is not None
     replaying, plain = ModelRunner(model, traced), ModelRunner(model)
     found, replays = [], list[int]()
-    trace = traced.trace
+    trace = traced._trace
     monkeypatch.setattr(trace, "_replay", _counting(trace._replay, replays), raising=True)
     for one in (replaying, plain):
         store = prefill(model, 6)

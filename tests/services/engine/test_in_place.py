@@ -46,7 +46,7 @@ def trace_eagerly(trace: Trace) -> None:
 
 def traced_of(model: Any) -> TracedForward:
     traced = TracedForward(model)
-    trace_eagerly(traced.trace)
+    trace_eagerly(traced._trace)
     return traced
 
 
@@ -68,7 +68,7 @@ def assert_pass(traced: TracedForward, store: KVStore, chain: list[int], tokens:
     """The pass over this chain has the logits that it has behind these tokens."""
     store.chain(len(chain))
     found = np.array(traced(mx.array([chain]), store)[0])
-    np.testing.assert_allclose(found, expect(traced.trace.model, tokens, len(chain)), atol=1e-3)
+    np.testing.assert_allclose(found, expect(traced._trace.model, tokens, len(chain)), atol=1e-3)
     assert store.written is not None
     assert len(store.milestones) == len(store.caches)
     assert all(one is other for one, other in zip(store.milestones, store.written, strict=True))

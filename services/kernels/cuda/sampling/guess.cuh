@@ -1,7 +1,7 @@
 // The likeliest choices of the target after a drafter's row of logits, by one block; see guess.py.
 
 constexpr int CANDIDATES = 64;  // that filters look at
-constexpr float DROPPED = 1e4f;  // the order of what is dropped remains
+constexpr float DROPPED = 1e9f;
 
 // A row of logits under the noise of the tokens that its columns stand for.
 template <typename Values>

@@ -20,8 +20,8 @@ from services.mlx.selftest import is_right
 GREEDY, DRAWN, FILTERED = 0, 1, 2
 """Kinds of rules: without noise, with noise, and with filters that drop candidates."""
 
-WIDTHS = (1, 5, 16)
-"""Numbers of guesses with a kernel: the best one, four runners-up, and likely bonus tokens."""
+WIDTHS = (1, 5)
+"""Numbers of guesses with a kernel: the best one, with or without four runners-up."""
 CANDIDATES = 64
 """`CANDIDATES` of guess.cuh."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)

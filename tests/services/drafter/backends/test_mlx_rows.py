@@ -116,7 +116,7 @@ def test_of_the_deepest_hit_nothing_is_computed_again(replayed: list[int]) -> No
 def test_a_tree_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the paths that are kept are moved there; the drafts are those of a fresh start."""
     setup = Setup(as_on_a_gpu(tiny_folder("llama")), Reference(tiny_folder("llama")))
-    trace_ = trace(setup.backend).forward.trace
+    trace_ = trace(setup.backend).forward._trace
     for home in (kv_rows, traced_forward):
         monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
     # What is compiled runs when MLX likes, and these write at once.
@@ -305,13 +305,13 @@ def test_what_may_be_asked_for_is_compiled_at_load() -> None:
     assert ahead is not None
     assert ahead.traced is not None
     compiled = dict(ahead.traced._choices)
-    logits = mx.random.normal((8, ahead.ids.size), key=mx.random.key(0))
+    logits = mx.random.normal((8, ahead._ids.size), key=mx.random.key(0))
     for width in (1, 3, 5):
         for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
             rules = mx.array(write_rules(range(8), sampling))
             drawn = sampling.temperature > 0.0
             best, found = ahead.traced.choose(logits, width, rules, drawn=drawn)
-            expected = guess(logits, width, ahead.ids, rules, sampling)
+            expected = guess(logits, width, ahead._ids, rules, sampling)
             np.testing.assert_array_equal(np.array(best), np.array(expected[0]))
             np.testing.assert_allclose(np.array(found), np.array(expected[1]), atol=1e-5)
     assert ahead.traced._choices == compiled

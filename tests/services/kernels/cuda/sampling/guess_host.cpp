@@ -27,8 +27,9 @@ void guess() {
 }
 
 int main() {
-  const int width = int(numbers(1)[0]), kind = int(numbers(1)[0]);
-  if (kind == 0) width == 1 ? guess<1, 0>() : width == 5 ? guess<5, 0>() : guess<16, 0>();
-  if (kind == 1) width == 1 ? guess<1, 1>() : width == 5 ? guess<5, 1>() : guess<16, 1>();
-  if (kind == 2) width == 1 ? guess<1, 2>() : width == 5 ? guess<5, 2>() : guess<16, 2>();
+  const bool one = numbers(1)[0] == 1;
+  const int kind = int(numbers(1)[0]);
+  if (kind == 0) one ? guess<1, 0>() : guess<5, 0>();
+  if (kind == 1) one ? guess<1, 1>() : guess<5, 1>();
+  if (kind == 2) one ? guess<1, 2>() : guess<5, 2>();
 }
