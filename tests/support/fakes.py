@@ -393,6 +393,8 @@ class Stack:
         self.past_outcomes: list[VerificationOutcome] = []
         self.actions: list[Action] = []
         self.precomputed: dict[tuple[int, int], Verify] = {}
+        self.foreseen = 0
+        """Outcomes whose next round had been sent for encoding."""
         self.now = 0.0
         self.estimates = estimates or judged()
         self.sequence = Sequence(
@@ -542,6 +544,7 @@ class Stack:
         expected = None
         if self.sequence.is_precomputed(outcome):
             expected = self.precomputed[outcome.row, outcome.bonus]
+            self.foreseen += 1
         before = len(self.actions)
         self.do(self.sequence.decide(outcome, self.now))
         self.do(self.sequence.record(self.now))

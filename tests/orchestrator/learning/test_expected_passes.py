@@ -60,6 +60,23 @@ def test_a_size_that_is_dear_again_and_again_is_believed(times: float, one_in: i
     assert latency.of(3) == pytest.approx(6.35, rel=0.1)
 
 
+def test_what_two_sizes_deviate_holds_between_and_beyond_them() -> None:
+    """Of sizes that were not seen, as much as lies nearer to one of these."""
+    usual, seen = VerifyLatency(), VerifyLatency()
+    for cost in (usual, seen):
+        cost.expect(dict.fromkeys((1, 2, 4, 8, 64), 10.0))
+    for _ in range(500):
+        for rows, factor in ((2, 1.0), (6, 1.4)):
+            seen.observe(rows, factor * usual.of(rows))
+    low, high = seen.of(2), seen.of(6)
+    assert high == pytest.approx(1.4 * low, rel=0.02)
+    assert seen.of_up_to(1, 8) == pytest.approx(
+        [low, low, *(low + part * (high - low) for part in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0))]
+    )
+    assert seen.of(100) == pytest.approx(seen.of(64)) == pytest.approx(high)
+    assert seen.of_up_to(64, 100) == pytest.approx([high] * 37)
+
+
 def test_two_neighbours_do_not_make_further_rows_free() -> None:
     """Of a slow target only a few sizes are timed."""
     latency = VerifyLatency()
