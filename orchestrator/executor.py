@@ -17,13 +17,11 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
-    PrecomputeVerify,
     ToDrafter,
     ToVerifier,
 )
 from protocol.messages import (
     CloseSequence,
-    DraftTree,
     FinishReason,
     FromService,
     Message,
@@ -36,7 +34,6 @@ from protocol.messages import (
     Verify,
 )
 from protocol.transport.channel import Hub
-from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +65,6 @@ class Executor:
         self._on_end = on_end
         self._behind: list[tuple[Request, float]] = []
         """Requests whose verification has ended but whose bookkeeping is pending, with the time."""
-        self._grown: dict[int, Request] = {}
-        """Requests with depths that no round was planned with."""
 
     def run(
         self,
@@ -116,32 +111,14 @@ class Executor:
             if not request.is_over:
                 self._run(request, request.sequence.record, now)
 
-    def add_depth(self, request: Request, tree: DraftTree, now: float) -> None:
-        """Keep one depth of a draft; `plan_ahead` plans the rounds that it may lead to."""
-        self.run(request, request.on_tree, tree, now)
-        self._grown[request.sequence.number] = request
-
-    def plan_ahead(self) -> None:
-        """Plan rounds of the depths that have arrived, after all outcomes that have."""
-        grown, self._grown = self._grown, {}
-        for request in grown.values():
-            if not request.is_over:
-                self._run(request, request.sequence.plan_ahead)
-
     def _decide(self, request: Request, outcome: VerificationOutcome, now: float) -> list[Action]:
         sequence = request.sequence
-        precomputed = sequence.is_precomputed(outcome)
-        if precomputed:
-            self._send("verifier", request.frames[outcome.row, outcome.bonus])
-            sequence.recorder.add_dispatch(now, time.monotonic())
-        if sequence.is_awaiting(outcome.round):
-            request.frames.clear()  # a long answer has many outcomes that did not occur
         sequence.recorder.verifying_since = None
         actions = sequence.decide(outcome, now)
         self._timeouts.start(request, now)  # even if nothing is sent: the next outcome is due
-        for action in filter(_is_verify, [] if precomputed else actions):
+        for action in filter(_is_verify, actions):
             self._do(request, action)
-            if sequence.current.origin == "hit":  # only the most likely ones are precomputed
+            if sequence.current.origin == "hit":
                 sequence.recorder.add_dispatch(now, time.monotonic())
         return [action for action in actions if not _is_verify(action)]
 
@@ -159,8 +136,6 @@ class Executor:
             case ToVerifier(message) | ToDrafter(message):
                 self._send("verifier" if isinstance(action, ToVerifier) else "drafter", message)
                 self._timeouts.start(request, time.monotonic())
-            case PrecomputeVerify(row, bonus, verify):
-                request.frames[row, bonus] = encode(verify)
             case Emit(tokens):
                 if not request.is_stopped and tokens:
                     self._emit(request, action)

@@ -134,7 +134,6 @@ class Orchestrator:
             for received in take_some(self._services.receive):
                 self._on_service_message(*received)
             self._executor.catch_up()
-            self._executor.plan_ahead()
             for request in take_some(self._clients.receive):
                 self._on_client_message(*request)
             self._intake.collect(time.monotonic())
@@ -205,7 +204,7 @@ class Orchestrator:
     def _on_tree(self, message: DraftTree) -> None:
         request = self._requests.running.get(message.sequence)
         if request is not None:
-            self._executor.add_depth(request, message, time.monotonic())
+            self._executor.run(request, request.on_tree, message, time.monotonic())
         self._timeouts.on_draft(request, time.monotonic())
 
     def _on_prefilled(self, role: Role, message: Prefilled) -> None:

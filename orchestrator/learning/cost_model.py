@@ -171,11 +171,13 @@ class CostModel:
         Siblings, in trees of a fixed size, share a total probability of one.
         """
         calibration = self.calibrations[origin]
-        known = {confidence: calibration.rate(confidence) for confidence in set(confidences)}
+        by_confidence = {sure: calibration.rate(sure) for sure in set(confidences)}
         rates: list[float] = []
         left: dict[int, float] = {}
         for confidence, parent in zip(confidences, parents, strict=True):
-            rate = known[confidence] if parent not in left else min(confidence, left[parent])
+            rate = (
+                by_confidence[confidence] if parent not in left else min(confidence, left[parent])
+            )
             left[parent] = left.get(parent, 1.0) - rate
             rates.append(rate)
         return rates

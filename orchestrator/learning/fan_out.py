@@ -87,21 +87,3 @@ def allocate(chances: Sequence[float], budget: int, curves: Sequence[Curve]) -> 
         hits[best], nexts[best] = nexts[best], curves[best].hit(counts[best] + 1)
         gains[best] = chances[best] * (nexts[best] - hits[best])
     return counts
-
-
-def outcome_chances(
-    outcomes: Sequence[int], chances: Sequence[float], curves: Sequence[Curve]
-) -> list[float]:
-    """Return the probability of each of these outcomes.
-
-    Args:
-        outcomes: the row that each follows; for one row, the best candidate comes first.
-        chances: P(k) of each row.
-        curves: h of each row.
-    """
-    counts, shares = [0] * len(chances), []
-    for row in outcomes:
-        counts[row] += 1
-        share = curves[row].hit(counts[row]) - curves[row].hit(counts[row] - 1)
-        shares.append(chances[row] * share)
-    return shares

@@ -51,8 +51,6 @@ class Request:
     """Prompt tokens that the target has, while it computes."""
     wants_progress: bool = False
     """True if its client asked for prefill progress."""
-    frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Encoded `Verify` that follows each outcome of the verification in flight."""
     deadline: float | None = None
     """End of the wait for the service that the sequence waits for."""
     is_stopped: bool = False
@@ -118,7 +116,6 @@ class Request:
     def suspend(self) -> list[Action]:
         """Release its memory; it resumes from its committed tokens."""
         self.open_at.clear()
-        self.frames.clear()
         return self.sequence.suspend()
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:

@@ -32,16 +32,6 @@ class ToDrafter:
 
 
 @dataclass(frozen=True)
-class PrecomputeVerify:
-    """Encode `verify` in advance: it follows if the verification in flight has this outcome."""
-
-    row: int
-    """Row of the last accepted node."""
-    bonus: int
-    verify: Verify
-
-
-@dataclass(frozen=True)
 class Emit:
     """Add tokens to the answer."""
 
@@ -59,4 +49,4 @@ class Finish:
     error: str = ""
 
 
-Action = ToVerifier | ToDrafter | PrecomputeVerify | Emit | Finish
+Action = ToVerifier | ToDrafter | Emit | Finish

@@ -19,5 +19,7 @@ class PromptLookup:
 
     def find(self, tokens: Tokens, longest: int, siblings: int = 0) -> Draft:
         """Return up to `longest` tokens that followed the ending of `tokens`."""
-        found = find_continuations(tokens, longest, 1 + siblings, self._bans.count_allowed)
-        return Draft(found.tokens, found.confidences, parents=found.parents)
+        draft, parents, confidences = find_continuations(
+            tokens, longest, 1 + siblings, self._bans.count_allowed
+        )
+        return Draft(draft, confidences, parents=parents)

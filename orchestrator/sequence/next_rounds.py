@@ -1,14 +1,5 @@
-"""Rounds that follow from outcomes: planned while the target is busy, or on arrival."""
+"""The rounds that follow from outcomes."""
 
-from collections.abc import Sequence
-
-from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.fan_out import (
-    acceptance_distribution,
-    choose_curves,
-    outcome_chances,
-)
-from orchestrator.sequence.actions import Action, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.free_run import limit_grant
 from orchestrator.sequence.limits import RequestLimits
@@ -17,9 +8,6 @@ from orchestrator.sequence.planner import Planner, Preparation
 from orchestrator.sequence.round import NextRound, Round
 from protocol.decoding.prompt_lookup import LONGEST_LOOKUP
 from protocol.messages import LogitsOptions, Origin, Tokens, VerificationOutcome, Verify
-
-_PLANNED = 8
-"""Rounds to plan in advance."""
 
 
 class NextRounds:
@@ -126,63 +114,8 @@ class NextRounds:
         return limit_grant(self._planner.estimates.streams, self._limits.count_ahead(length))
 
     def find(self, current: Round, outcome: VerificationOutcome, length: int) -> NextRound | None:
-        """Return the round prepared for this outcome; plan it now if only its draft, or more
-        of it, was prepared.
-        """
-        planned = current.next_rounds.get((outcome.row, outcome.bonus))
+        """Return the round with the draft that was prepared for this outcome; None on a miss."""
         draft = current.cache.draft(outcome.row, outcome.bonus)
-        is_current = planned is not None and not current.has_grown
-        if is_current or not draft or not self.can_speculate(length):
-            return planned
+        if not draft or not self.can_speculate(length):
+            return None
         return self.plan(outcome.round + 1, length, outcome.bonus, draft, "hit")
-
-    def precompute(self, current: Round, number: int, length: int) -> list[Action]:
-        """Plan the rounds of the most likely outcomes with a new draft.
-
-        Args:
-            current: the round in flight.
-            number: its number.
-            length: its length.
-        """
-        actions: list[Action] = []
-        grown = [
-            outcome
-            for outcome in current.cache.latest_outcomes()
-            if outcome[0] <= len(current.draft)
-        ]
-        selected = choose_planned(self._planner.estimates, grown, current.draft, current.origin)
-        for outcome in set(grown) - set(selected):
-            current.next_rounds.pop(outcome, None)  # planned with less of its draft
-        for row, bonus in selected:
-            emitted = [*current.draft.tokens_to(row), bonus]
-            after = length + len(emitted)
-            ends = self._limits.cut(length, emitted)[1]
-            if ends or not self.can_speculate(after):
-                continue
-            draft = current.cache.draft(row, bonus)
-            planned = self.plan(number + 1, after, bonus, draft, "hit")
-            old = current.next_rounds.get((row, bonus))
-            current.next_rounds[row, bonus] = planned
-            if old is None or old.verify != planned.verify:
-                actions.append(PrecomputeVerify(row, bonus, planned.verify))
-        return actions
-
-
-def choose_planned(
-    estimates: CostModel, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
-) -> Sequence[tuple[int, int]]:
-    """Return the prepared outcomes, row and bonus, whose rounds are worth planning in advance.
-
-    Each plan takes about 0.05 ms at every depth, which delays the handling of the target's outcome.
-    The others are planned if they occur.
-    """
-    if len(outcomes) <= _PLANNED:
-        return outcomes
-    rates = estimates.acceptance_rates(draft.confidences, draft.parents, origin)
-    ends = acceptance_distribution(rates, draft.parents)
-    curves = choose_curves(
-        draft.parents, estimates.after_rejection[origin], estimates.after_all[origin]
-    )
-    chances = outcome_chances([row for row, _ in outcomes], ends, curves)
-    ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
-    return [outcomes[index] for index in ranked[:_PLANNED]]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.speculation_cache import OutcomeKey, SpeculationCache
+from orchestrator.sequence.speculation_cache import SpeculationCache
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     DraftNow,
@@ -50,10 +50,6 @@ class Round:
     speculating: bool = False
     """True if a drafter works during the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
-    """Rounds that follow from the prepared outcomes."""
-    has_grown: bool = False
-    """True if depths have arrived since rounds were planned."""
     waited_ms: float = 0.0
     """Time waited for its draft."""
     continues_run: bool = False
@@ -68,7 +64,6 @@ class Round:
     def forget(self) -> None:
         """Drop the prepared outcomes: the drafter is gone."""
         self.cache = SpeculationCache()
-        self.next_rounds = {}
         self.request = None
 
     def is_asked_for(self, tree: DraftTree) -> bool:

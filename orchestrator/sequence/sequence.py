@@ -62,6 +62,7 @@ class Sequence:
         self._next_rounds = NextRounds(number, planner, self._limits, sampling.logits_options)
         self._decided: EndedRound | None = None
         self._is_held = False  # other requests have their turn
+        self._is_unprepared = False  # the drafter does not know of the round yet
         self._row = 0  # row in which the last outcome ended
         self._backup = SpeculationCache()  # the part of the awaited draft that has arrived
         self._waiting_since, self._first_ms = 0.0, 0.0
@@ -74,7 +75,7 @@ class Sequence:
             return []
         self._limits.max_draft = max_draft_tokens
         self._limits.verifier_takes_trees = takes_trees
-        return [ToVerifier(self._open()), *self._verify(Draft(), "target"), *self._look_ahead()]
+        return [ToVerifier(self._open()), *self._verify(Draft(), "target"), *self._prepare()]
 
     def limit_context(self, context_length: int) -> list[Action]:
         """Set the context length of the next verifier; 0 means unlimited."""
@@ -104,7 +105,7 @@ class Sequence:
         if self.phase is not Phase.HELD:
             return []
         self.recorder.was_suspended = True
-        return self._verify(Draft(), "target") + self._look_ahead()
+        return self._verify(Draft(), "target") + self._prepare()
 
     def on_drafter_up(self, context_length: int, *, takes_trees: bool = False) -> list[Action]:
         """Open the sequence at a ready drafter, and prepare for the round in flight."""
@@ -144,17 +145,10 @@ class Sequence:
         """Return True if the outcome of this round is expected next."""
         return self.phase is Phase.VERIFYING and number == self.round
 
-    def is_precomputed(self, outcome: VerificationOutcome) -> bool:
-        """Return True if the last `PrecomputeVerify` for this outcome is up to date."""
-        key, current = (outcome.row, outcome.bonus), self.current
-        planned = key in current.next_rounds and not current.has_grown
-        awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
-        return planned and awaited and self.planner.should_speculate and not self._is_held
-
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         """Commit the outcome, look it up in the cache, and start the next round.
 
-        The returned actions should be executed before `record` is called.
+        The target waits: the returned actions must be executed before `record` is called.
         """
         if not self.is_awaiting(outcome.round):
             return []
@@ -174,14 +168,14 @@ class Sequence:
         return []
 
     def record(self, now: float) -> list[Action]:
-        """Do the bookkeeping of the round that `decide` ended; emit its tokens, and end with
-        them.
+        """Have the drafter prepare, do the bookkeeping of the round that `decide` ended, emit its
+        tokens, and end with them.
         """
         if self._decided is None:
             return []
         ended, self._decided = self._decided, None
         done, outcome, emitted, ends = ended
-        actions = self._look_ahead() if ends is None else []
+        actions = self._prepare() if self._is_unprepared else []
         last_token_at = self.recorder.take_last_token_at()
         observation = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(observation)
@@ -251,10 +245,10 @@ class Sequence:
         return self._start(planned, origin)
 
     def _verify_backup(self) -> list[Action]:
-        return self._verify(self._backup.draft(*BACKUP), "miss") + self._look_ahead()
+        return self._verify(self._backup.draft(*BACKUP), "miss") + self._prepare()
 
     def _start(self, planned: NextRound, origin: Origin) -> list[Action]:
-        """Start a round: the verifier checks the draft while the drafter prepares."""
+        """Start a round; `_prepare` follows once its `Verify` has been sent."""
         draft, offered, rows, verify = planned
         self.round = verify.round
         sync = self._drafter_sync
@@ -263,7 +257,8 @@ class Sequence:
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
         self.phase = Phase.VERIFYING
         self._free_run.on_verify(verify)
-        return [ToVerifier(verify), *self._prepare()]
+        self._is_unprepared = True
+        return [ToVerifier(verify)]
 
     @property
     def _drafter_is_behind(self) -> bool:
@@ -275,7 +270,11 @@ class Sequence:
         return self._next_rounds.speculates(len(self.tokens))
 
     def _prepare(self) -> list[Action]:
+        """Tell the drafter what to do during the round that has started."""
         sync, current = self._drafter_sync, self.current
+        self._is_unprepared = False
+        if self.planner.prepares:
+            current.cache.inherit(current.offered, current.rows)
         if self._should_speculate() and self._drafter_is_behind:
             current.is_contended = True
             return [ToDrafter(sync.catch_up(self.tokens, self.round))]
@@ -297,23 +296,6 @@ class Sequence:
 
     # ------------------------------------------------------------ while the target works
 
-    def _look_ahead(self) -> list[Action]:
-        """Plan the successors of a round that has started."""
-        current = self.current
-        if self.phase is not Phase.VERIFYING or not self.planner.prepares:
-            return []
-        return self._precompute() if current.cache.inherit(current.offered, current.rows) else []
-
-    def plan_ahead(self) -> list[Action]:
-        """Plan what follows from the depths that have arrived, once nothing more urgent waits."""
-        grown, self.current.has_grown = self.current.has_grown, False
-        return self._precompute() if grown and self.phase is Phase.VERIFYING else []
-
-    def _precompute(self) -> list[Action]:
-        if self._is_held:
-            return []
-        return self._next_rounds.precompute(self.current, self.round, len(self.tokens))
-
     def is_asked_for(self, tree: DraftTree) -> bool:
         """Return True if the drafter was asked for a tree of this size, even if it is late now."""
         if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.HELD, Phase.FINISHED):
@@ -334,7 +316,6 @@ class Sequence:
                     self.recorder.stale_trees += 1  # duplicate, or out of order
                     return []
                 self.planner.estimates.observe_step(tree.depth, tree.draft_ms)
-                self.current.has_grown = True
                 return []
             case Phase.DRAFTING:
                 return self._on_backup(tree, now)
@@ -353,8 +334,8 @@ class Sequence:
         if tree.depth == 1:
             self._first_ms = waited_ms
             tree = replace(tree, outcomes=[BACKUP])
-        grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
-        draft = self._backup.draft(*BACKUP)
+        is_added, draft = self._backup.add(tree), self._backup.draft(*BACKUP)
+        grown = is_added and draft.depth == tree.depth
         # A last token that is not worth verifying ends the draft too.
         chosen = self._next_rounds.choose(draft, len(self.tokens), "miss")
         useful = grown and draft.main[-1] in chosen

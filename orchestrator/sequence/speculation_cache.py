@@ -26,12 +26,10 @@ class SpeculationCache:
         """Location of the last depth's tokens: an outcome and a row of its draft; None for a
         rejected token.
         """
-        self._growing: list[OutcomeKey] = []
-        """Outcomes whose branch got a token at the last depth."""
         self._depth = 0
         self._inherited: dict[OutcomeKey, Draft] = {}
 
-    def inherit(self, offered: Draft, rows: Sequence[int]) -> bool:
+    def inherit(self, offered: Draft, rows: Sequence[int]) -> None:
         """Keep the part of a draft that is not verified.
 
         If the bonus token turns out to be one that was left out, its subtree is a draft. This also
@@ -43,9 +41,6 @@ class SpeculationCache:
         Args:
             offered: the whole draft.
             rows: its verified rows, in that order; each with its parent.
-
-        Returns:
-            False if there is nothing to keep.
         """
         verified = {0: 0, **{row: place for place, row in enumerate(rows, 1)}}
         for row, parent in enumerate(offered.parents, 1):
@@ -53,7 +48,6 @@ class SpeculationCache:
                 continue
             if behind := offered.below(row):
                 self._inherited[verified[parent], offered.tokens[row - 1]] = behind
-        return bool(self._inherited)
 
     def add(self, tree: DraftTree) -> bool:
         """Add one depth; return False, and drop it, if it does not continue the cached branches."""
@@ -71,7 +65,6 @@ class SpeculationCache:
         self._order, self._depth = order, tree.depth
         behind = [self._ends[parent] for parent in tree.parents or range(before)]
         self._ends = [self._grow(tree, index, end) for index, end in enumerate(behind)]
-        self._growing = list(dict.fromkeys(end[0] for end in self._ends if end is not None))
         return True
 
     def _grow(
@@ -90,16 +83,6 @@ class SpeculationCache:
         if inherited is not None and inherited.depth > prepared.depth:
             return inherited
         return prepared
-
-    def latest_outcomes(self) -> list[OutcomeKey]:
-        """Return the outcomes whose drafts the last depth extended."""
-        if not self._order:
-            return list(self._inherited)
-        return [
-            outcome
-            for outcome in self._growing
-            if outcome not in self._inherited or self.draft(*outcome) is self._drafts[outcome]
-        ]
 
     def rank(self, row: int, bonus: int) -> tuple[int | None, int]:
         """Return the rank of a bonus token among those prepared after this row, and their number.

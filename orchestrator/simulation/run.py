@@ -11,7 +11,6 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
-    PrecomputeVerify,
     ToDrafter,
     ToVerifier,
 )
@@ -175,5 +174,5 @@ class _Answer:
                     self._events.after(self._ipc, partial(self._drafter.receive, message))
                 case Finish(reason, error) if reason != "length":
                     raise RuntimeFailure(f"the simulated answer ended by {reason}: {error}")
-                case ToVerifier() | ToDrafter() | PrecomputeVerify() | Emit() | Finish():
-                    pass  # opening, closing and encoding take no time here
+                case ToVerifier() | ToDrafter() | Emit() | Finish():
+                    pass  # opening and closing take no time here

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.executor import Executor
 from orchestrator.requests.crash_journal import CrashJournal
 from orchestrator.sequence.actions import Action, Finish
-from protocol.messages import DraftTree, VerificationOutcome
+from protocol.messages import VerificationOutcome
 
 OUTCOME = VerificationOutcome(sequence=1, round=1, accepted=0, bonus=5, verify_ms=5.0, idle_ms=0.1)
 
@@ -20,11 +20,6 @@ class Sequence:
     def __init__(self, number: int, log: list[str]) -> None:
         self.number, self.tokens, self._log = number, [1], log
         self.recorder = SimpleNamespace(verifying_since=0.0)
-
-    def is_precomputed(self, outcome: VerificationOutcome) -> bool:
-        return False
-
-    is_awaiting = is_precomputed
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         self._log.append(f"decided {self.number}")
@@ -107,25 +102,6 @@ def test_who_is_over_has_no_books(executor: Executor, log: list[str]) -> None:
     failing.is_over = True
     executor.catch_up()
     assert log == ["decided 1"]
-
-
-def test_rounds_are_planned_once_with_all_depths_that_have_come(
-    executor: Executor, log: list[str]
-) -> None:
-    """After all outcomes; not for an answer that has ended meanwhile."""
-    waiting, over = request(1, log), request(2, log)
-    for each in (waiting, over):
-        each.on_tree = lambda tree, now: []
-        each.sequence.plan_ahead = lambda: log.append("planned") or []
-    depth = DraftTree(sequence=1, round=1, depth=1, tokens=[], confidences=[], draft_ms=1.0)
-    for each in (waiting, over, waiting):
-        executor.add_depth(each, depth, 0.0)
-    executor.commit(waiting, OUTCOME, 0.0)
-    executor.catch_up()
-    over.is_over = True
-    for _ in range(2):
-        executor.plan_ahead()
-    assert log == ["decided 1", "booked 1", "planned"]
 
 
 def test_only_a_drafter_that_should_be_there_is_missed(log: list[str]) -> None:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.sequence.actions import PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
@@ -392,9 +391,6 @@ class Stack:
         self.past: list[DraftTree] = []
         self.past_outcomes: list[VerificationOutcome] = []
         self.actions: list[Action] = []
-        self.precomputed: dict[tuple[int, int], Verify] = {}
-        self.foreseen = 0
-        """Outcomes whose next round had been sent for encoding."""
         self.now = 0.0
         self.estimates = estimates or judged()
         self.sequence = Sequence(
@@ -420,8 +416,6 @@ class Stack:
                 case ToDrafter(message) if self.drafter is not None:
                     self.drafter.receive(message)
                     self._check_drafter(message)
-                case PrecomputeVerify(row, bonus, verify):
-                    self.precomputed[row, bonus] = verify
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
@@ -510,8 +504,6 @@ class Stack:
     def tree_arrives(self) -> None:
         if self.wire:
             self.do(self.sequence.on_tree(self.wire.pop(0), self.now))
-        if not self.wire:
-            self.do(self.sequence.plan_ahead())
 
     def tree_overtakes(self) -> None:
         if self.wire:
@@ -540,16 +532,13 @@ class Stack:
             self._outcome(self.random.choice(self.past_outcomes))
 
     def _outcome(self, outcome: VerificationOutcome) -> None:
-        """What was foreseen of this outcome must be the first thing that happens."""
-        expected = None
-        if self.sequence.is_precomputed(outcome):
-            expected = self.precomputed[outcome.row, outcome.bonus]
-            self.foreseen += 1
-        before = len(self.actions)
-        self.do(self.sequence.decide(outcome, self.now))
+        """The target does not wait for what the drafter is told."""
+        decided = self.sequence.decide(outcome, self.now)
+        assert not any(
+            isinstance(one, ToDrafter) and isinstance(one.message, Prepare) for one in decided
+        )
+        self.do(decided)
         self.do(self.sequence.record(self.now))
-        if expected is not None:
-            assert ToVerifier(expected) == self.actions[before]
 
     def patience_ends(self) -> None:
         self.do(self.sequence.on_draft_late())

@@ -121,7 +121,6 @@ class Lockstep:
                 self._do(self.sequence.on_tree(tree, self._now))
             else:
                 assert isinstance(answer, Prefilled)
-        self._do(self.sequence.plan_ahead())
 
     def _verify(self, message: Work) -> None:
         """Carry out a message, and what follows it unasked."""

@@ -13,7 +13,6 @@ from random import Random
 import msgspec
 import numpy as np
 
-from orchestrator.sequence.actions import PrecomputeVerify
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
@@ -228,7 +227,7 @@ class Answering:
                     self._kv = list(tokens)
                 case ToVerifier(Verify() as verify):
                     self._verify = verify
-                case ToDrafter(CloseSequence()) | ToVerifier() | PrecomputeVerify():
+                case ToDrafter(CloseSequence()) | ToVerifier():
                     pass
                 case ToDrafter(message):
                     work = self._drafter.handle(message)

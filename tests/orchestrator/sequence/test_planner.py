@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
 from tests.support.fakes import chain_of, judged, observed
 
@@ -91,19 +90,3 @@ def test_the_fan_out_spends_the_budget(confidences: list[float], budget: int) ->
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)
     assert min(counts) >= 0
-
-
-def test_the_likeliest_rounds_alone_are_planned_beforehand() -> None:
-    """All of a few; of many those behind likely ends, and of these the best candidates."""
-    estimates = taught(0.9)
-    draft = chain_of([0.99, 0.01])  # it ends before the second token, most likely
-    outcomes = [(row, bonus) for row in (0, 1, 2) for bonus in range(4)]
-    assert list(choose_planned(estimates, outcomes[:8], draft, "hit")) == outcomes[:8]
-    chosen = choose_planned(estimates, outcomes, draft, "hit")
-    assert len(chosen) == 8
-    assert chosen[0] == (1, 0)
-    assert {(1, bonus) for bonus in range(4)} <= set(chosen)
-    for row in (0, 1, 2):  # a good candidate behind an unlikely end is before the others' last
-        bonuses = [bonus for at, bonus in chosen if at == row]
-        assert bonuses
-        assert bonuses == list(range(len(bonuses)))

@@ -97,26 +97,6 @@ _EVENTS: tuple[Callable[[Stack], object], ...] = (
 )
 
 
-@pytest.mark.parametrize("planned", [1, 2, 3])
-def test_all_depths_count_however_many_were_planned_with(planned: int) -> None:
-    """A depth may arrive right before the outcome that it was prepared for."""
-    limits = Limits(30, frozenset(), 0)
-    stack = started(mode="ssd", target=Target(3), prompt=[1], limits=limits, skill=1.0,
-                    num_draft_tokens=3)  # fmt: skip
-    stack.calm_round()
-    for depth in range(1, 4):
-        assert stack.drafter_works()
-        stack.do(stack.sequence.on_tree(stack.wire.pop(), stack.now))
-        if depth == planned:
-            stack.do(stack.sequence.plan_ahead())
-    before = stack.foreseen
-    assert stack.outcome_arrives()
-    assert stack.foreseen - before == (planned == 3)
-    sent = [action.message for action in stack.actions if isinstance(action, ToVerifier)]
-    assert isinstance(sent[-1], Verify)
-    assert len(sent[-1].nodes) == 1 + 3
-
-
 @pytest.mark.parametrize("wrong", ["no parent", "alike", "one too many", "too wide", "unknown row"])
 def test_a_malformed_tree_is_refused_and_the_request_goes_on(wrong: str) -> None:
     """Whatever a drafter sends in place of a tree: dropped, counted, and not a token differs."""

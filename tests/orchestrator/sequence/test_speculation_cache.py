@@ -225,8 +225,7 @@ def test_a_rest_is_inherited(rest: list[int], verified: int, accepted: int, bonu
     cache = SpeculationCache()
     useful = len(rest) > 1
     offered = draft_of([*range(verified), *rest])
-    assert useful == cache.inherit(offered, range(1, verified + 1))
-    assert ([(verified, rest[0])] if useful else []) == cache.latest_outcomes()
+    cache.inherit(offered, range(1, verified + 1))
     assert int(useful) == len(cache)
     expected = rest[1:] if useful and (verified, rest[0]) == (accepted, bonus) else []
     draft = cache.draft(accepted, bonus)
@@ -248,5 +247,4 @@ def test_the_longer_of_two_drafts_is_used(rest: list[int]) -> None:
         prepared = [50 + level for level in range(1, depth + 1)]
         shown = prepared if depth >= len(rest) - 1 else rest[1:]
         assert shown == cache.draft(0, rest[0]).tokens
-        assert (outcomes if shown is prepared else outcomes[1:]) == cache.latest_outcomes()
     assert cache.rank(0, rest[0]) == (0, 2)
