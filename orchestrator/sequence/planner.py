@@ -173,15 +173,14 @@ class Planner:
 
     def value_of_waiting(self, rates: Sequence[float]) -> list[float]:
         """Return the value of waiting for 0, 1, ... tokens after those with these rates."""
-        estimates = self.estimates
+        estimates, throughput = self.estimates, self.throughput
         rate, token_ms = estimates.backup_rate, estimates.draft_token_ms
-        if not token_ms:
-            return [self._value_of_chain(rates)]
         first_ms = 0.0 if rates else estimates.wait_overhead_ms
+        more = max(0, self._longest_wait - len(rates)) if token_ms else 0
+        values = self.value_nodes(list(accumulate([*rates, *[rate] * more], mul)))
         return [
-            self._value_of_chain([*rates, *[rate] * count])
-            - self.throughput * (count * token_ms + (first_ms if count else 0.0))
-            for count in range(max(0, self._longest_wait - len(rates)) + 1)
+            value - throughput * (count * token_ms + (first_ms if count else 0.0))
+            for count, value in enumerate(values[len(rates) :])
         ]
 
     @property
@@ -190,11 +189,12 @@ class Planner:
         switch, latency = self.estimates.switch(self.mode), self._latency
         if switch is None or self.num_draft_tokens:
             return self.depth
-        start_ms, draft_ms = latency.of(self._rows(0)), self.estimates.draft_token_ms
-        for count in range(1 + self.is_in_turn, self.depth + 1):
-            if count * draft_ms + latency.of(self._rows(count)) - start_ms > switch.risk_ms:
+        depth, draft_ms, risk_ms = self.depth, self.estimates.draft_token_ms, switch.risk_ms
+        start_ms, *times_ms = latency.of_up_to(self._rows(0), self._rows(depth))
+        for count, time_ms in enumerate(times_ms, start=1):
+            if count > self.is_in_turn and count * draft_ms + time_ms - start_ms > risk_ms:
                 return count - 1
-        return self.depth
+        return depth
 
     def value_of_stopping(self, lookup: Draft) -> float:
         """Return the value of ending a free run for a lookup.
