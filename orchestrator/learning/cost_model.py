@@ -175,9 +175,8 @@ class CostModel:
         rates: list[float] = []
         left: dict[int, float] = {}
         for confidence, parent in zip(confidences, parents, strict=True):
-            rate = (
-                by_confidence[confidence] if parent not in left else min(confidence, left[parent])
-            )
+            is_first = parent not in left
+            rate = by_confidence[confidence] if is_first else min(confidence, left[parent])
             left[parent] = left.get(parent, 1.0) - rate
             rates.append(rate)
         return rates

@@ -19,7 +19,7 @@ class PromptLookup:
 
     def find(self, tokens: Tokens, longest: int, siblings: int = 0) -> Draft:
         """Return up to `longest` tokens that followed the ending of `tokens`."""
-        draft, parents, confidences = find_continuations(
+        continuation, parents, confidences = find_continuations(
             tokens, longest, 1 + siblings, self._bans.count_allowed
         )
-        return Draft(draft, confidences, parents=parents)
+        return Draft(continuation, confidences, parents=parents)
