@@ -83,7 +83,7 @@ class VerifyLatency:
         return [shape_ms * pace for shape_ms in self._table[fewest : most + 1]]
 
     def _correct(self) -> list[float]:
-        """Return the table with all deviations; not when it is used, since the target waits then."""
+        """Return the table with all deviations; the target waits when it is used."""
         points = sorted((rows, ratio.value) for rows, ratio in self._deviations.items())
         factors = [points[0][1]] * points[0][0]
         for (left, low), (right, high) in pairwise(points):
