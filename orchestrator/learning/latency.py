@@ -1,8 +1,9 @@
 """Latency of forward passes: T_v(m) of the target, T_d of the drafter; milliseconds."""
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from orchestrator.learning.averages import Ema
 
@@ -48,8 +49,8 @@ class VerifyLatency:
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
         self._uncontended = uncontended
         self._deviations: dict[int, Ema] = {}
-        self._shapes = [self._shape(rows) for rows in range(_TABLED)]
-        self._table = self._shapes
+        self._shapes = np.array([self._shape(rows) for rows in range(_TABLED)])
+        self._table: list[float] = self._shapes.tolist()
         self.is_known = bool(passes)
         """True if anything was measured, at load or in rounds."""
         self.is_observed = False
@@ -64,16 +65,16 @@ class VerifyLatency:
             self._pace.observe(self.pace * self._compare(rows, milliseconds))
             deviation = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
             deviation.observe(deviation.value * self._compare(rows, milliseconds))
-            self._table = self._correct()
+            # Now, since the target waits when a time is looked up.
+            self._table = (self._shapes * self._factor(range(_TABLED))).tolist()
         self.is_known = self.is_observed = True
 
     def of(self, rows: int) -> float:
         """Return T_v(rows): measured, interpolated, or extrapolated."""
         if rows < _TABLED:
             return self._table[rows] * self.pace
-        last = max(self._deviations, default=0)
-        factor = self._deviations[last].value if last else 1.0
-        return self._shape(rows) * factor * self.pace
+        factor = self._factor(rows) if self._deviations else 1.0
+        return float(self._shape(rows) * factor * self.pace)
 
     def of_up_to(self, fewest: int, most: int) -> list[float]:
         """Return T_v of each number of rows from `fewest` to `most`."""
@@ -82,21 +83,16 @@ class VerifyLatency:
         pace = self.pace
         return [shape_ms * pace for shape_ms in self._table[fewest : most + 1]]
 
-    def _correct(self) -> list[float]:
-        """Return the table with all deviations; the target waits when it is used."""
-        points = sorted((rows, ratio.value) for rows, ratio in self._deviations.items())
-        factors = [points[0][1]] * points[0][0]
-        for (left, low), (right, high) in pairwise(points):
-            step = (high - low) / (right - left)
-            factors += [low + step * more for more in range(right - left)]
-        factors += [points[-1][1]] * (_TABLED - len(factors))
-        return [shape * factor for shape, factor in zip(self._shapes, factors, strict=False)]
-
     @property
     def pace(self) -> float:
         """Time of passes relative to that at load."""
         least = 0.0 if self._uncontended is None else self._uncontended.pace
         return max(self._pace.value, least)
+
+    def _factor(self, rows: int | Sequence[int]) -> Any:
+        """Return the deviation of each size: measured, interpolated, or that of the nearest."""
+        sizes = sorted(self._deviations)
+        return np.interp(rows, sizes, [self._deviations[size].value for size in sizes])
 
     def _compare(self, rows: int, milliseconds: float) -> float:
         """Return the ratio of the pass's time to the expected time, within limits."""
@@ -108,7 +104,7 @@ class VerifyLatency:
         if len(self._at_load) == 1:
             return longest_ms * _assume(rows) / _assume(longest)
         if rows <= longest:
-            return _interpolate(self._at_load, rows)
+            return float(np.interp(rows, [*self._at_load], [*self._at_load.values()]))
         others = [m for m in self._at_load if m < longest]
         # With two neighbours only, further rows may seem to cost nothing.
         starts = (others[-1], next((m for m in others if m > 1), others[-1]))
@@ -135,18 +131,6 @@ class StepLatency:
         """Return the number of depths that complete in this time."""
         chain_ms = max(0.0, self._first_ms.value - self.step_ms)
         return int((milliseconds - chain_ms) / max(_SHORTEST_MS, self.step_ms))
-
-
-def _interpolate(points: Mapping[int, float], place: int) -> float:
-    """Interpolate linearly between neighbours; beyond the ends, return the end's value."""
-    if (value := points.get(place)) is not None:
-        return value
-    places = sorted(points)
-    right = bisect_left(places, place)
-    if right in (0, len(places)):
-        return points[places[min(right, len(places) - 1)]]
-    low, high = places[right - 1], places[right]
-    return points[low] + (place - low) / (high - low) * (points[high] - points[low])
 
 
 def _assume(rows: int) -> float:

@@ -296,8 +296,7 @@ class Planner:
         ]
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
-        tokens = float(sum(accumulate(rates, mul, initial=1.0)))
-        return tokens - self.throughput * self._latency.of(self._rows(len(rates)))
+        return self.value_nodes(list(accumulate(rates, mul)))[-1]
 
     def _rows(self, drafted: int) -> int:
         """Return the rows of a pass with these draft tokens; others add at least a row each."""

@@ -62,7 +62,6 @@ class Sequence:
         self._next_rounds = NextRounds(number, planner, self._limits, sampling.logits_options)
         self._decided: EndedRound | None = None
         self._is_held = False  # other requests have their turn
-        self._is_unprepared = False  # the drafter does not know of the round yet
         self._row = 0  # row in which the last outcome ended
         self._backup = SpeculationCache()  # the part of the awaited draft that has arrived
         self._waiting_since, self._first_ms = 0.0, 0.0
@@ -141,16 +140,12 @@ class Sequence:
 
     # ------------------------------------------------------------ a verification ends
 
-    def is_awaiting(self, number: int) -> bool:
-        """Return True if the outcome of this round is expected next."""
-        return self.phase is Phase.VERIFYING and number == self.round
-
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         """Commit the outcome, look it up in the cache, and start the next round.
 
         The target waits: the returned actions must be executed before `record` is called.
         """
-        if not self.is_awaiting(outcome.round):
+        if self.phase is not Phase.VERIFYING or outcome.round != self.round:
             return []
         draft = self.current.draft
         if outcome.row > len(draft) or len(draft.path(outcome.row)) != outcome.accepted:
@@ -168,14 +163,15 @@ class Sequence:
         return []
 
     def record(self, now: float) -> list[Action]:
-        """Have the drafter prepare, do the bookkeeping of the round that `decide` ended, emit its
-        tokens, and end with them.
+        """Tell the drafter of the round that `decide` started; do the bookkeeping of the one that
+        it ended, and emit its tokens.
         """
         if self._decided is None:
             return []
         ended, self._decided = self._decided, None
         done, outcome, emitted, ends = ended
-        actions = self._prepare() if self._is_unprepared else []
+        has_started = self.phase is Phase.VERIFYING and self.current is not done
+        actions = self._prepare() if has_started and not self.current.continues_run else []
         last_token_at = self.recorder.take_last_token_at()
         observation = done.observe(outcome, self.planner, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(observation)
@@ -257,7 +253,6 @@ class Sequence:
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
         self.phase = Phase.VERIFYING
         self._free_run.on_verify(verify)
-        self._is_unprepared = True
         return [ToVerifier(verify)]
 
     @property
@@ -272,7 +267,6 @@ class Sequence:
     def _prepare(self) -> list[Action]:
         """Tell the drafter what to do during the round that has started."""
         sync, current = self._drafter_sync, self.current
-        self._is_unprepared = False
         if self.planner.prepares:
             current.cache.inherit(current.offered, current.rows)
         if self._should_speculate() and self._drafter_is_behind:

@@ -41,8 +41,6 @@ class BannedTokens:
 
     def count_allowed(self, tokens: Tokens) -> int:
         """Return how many of these tokens precede the first banned one."""
-        if not (self._banned or self._only):
-            return len(tokens)
         return next(self._iter_banned(tokens), len(tokens))
 
     def _iter_banned(self, tokens: Tokens) -> Iterator[int]:

@@ -60,8 +60,8 @@ def test_a_size_that_is_dear_again_and_again_is_believed(times: float, one_in: i
     assert latency.of(3) == pytest.approx(6.35, rel=0.1)
 
 
-def test_what_two_sizes_deviate_holds_between_and_beyond_them() -> None:
-    """Of sizes that were not seen, as much as lies nearer to one of these."""
+def test_deviations_are_interpolated_between_measured_sizes() -> None:
+    """Beyond them, a size deviates as its nearest neighbour does."""
     usual, seen = VerifyLatency(), VerifyLatency()
     for cost in (usual, seen):
         cost.expect(dict.fromkeys((1, 2, 4, 8, 64), 10.0))
