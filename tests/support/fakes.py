@@ -532,13 +532,14 @@ class Stack:
             self._outcome(self.random.choice(self.past_outcomes))
 
     def _outcome(self, outcome: VerificationOutcome) -> None:
-        """The target does not wait for what the drafter is told."""
+        """The target does not wait for what the drafter is told, which ends with the answer."""
         decided = self.sequence.decide(outcome, self.now)
-        assert not any(
-            isinstance(one, ToDrafter) and isinstance(one.message, Prepare) for one in decided
-        )
+        assert not any(map(_prepares, decided))
         self.do(decided)
-        self.do(self.sequence.record(self.now))
+        recorded = self.sequence.record(self.now)
+        if any(isinstance(action, Finish) for action in recorded):
+            assert not any(map(_prepares, recorded))
+        self.do(recorded)
 
     def patience_ends(self) -> None:
         self.do(self.sequence.on_draft_late())
@@ -621,6 +622,10 @@ class Stack:
         assert self.truth == self.emitted
         assert [*self.prompt, *self.truth] == self.sequence.tokens
         assert [Finish(self.ending)] == self.finishes
+
+
+def _prepares(action: Action) -> bool:
+    return isinstance(action, ToDrafter) and isinstance(action.message, Prepare)
 
 
 def started(**settings: Any) -> Stack:
