@@ -40,11 +40,14 @@ __device__ void merge(Held<D>& own, const Held<D>& other) {
       own.values[j][i] = kept[i / 2] * own.values[j][i] + added[i / 2] * other.values[j][i];
 }
 
+// What the later half of a block's warps leave for the first one.
+template <int D, int WARPS>
+using Left = float[WARPS / 2][sizeof(Held<D>) / sizeof(float)][32];
+
 // Merges what the warps of a block hold into the first one's.
 template <int D, int WARPS>
-__device__ void merge_warps(Held<D>& own) {
+__device__ void merge_warps(Held<D>& own, Left<D, WARPS>& left) {
   constexpr int NUMBERS = sizeof(Held<D>) / sizeof(float);
-  __shared__ float left[WARPS / 2][NUMBERS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int half = WARPS / 2; half > 0; half /= 2) {
@@ -167,24 +170,30 @@ __device__ void merge_parts(const float* parts, int count, long step, T* out) {
   }
 }
 
+// The slots that a row sees; each step is from one element to the next.
+struct Mask {
+  const bool* mask;
+  long row_step, step;
+  __device__ bool operator()(int row, int key) const { return mask[row * row_step + key * step]; }
+};
+
 // The queries of one head of keys: [rows, GROUP], of which this block has those from 16 * tile on,
-// against the keys from `first` on. `mask` says which of them a row sees; each step is from one
-// element to the next.
-template <typename T, int D, int WARPS, int GROUP, typename Out>
-__device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, const T* k,
-                            long k_step, const T* v, long v_step, const bool* mask, long mask_row,
-                            long mask_step, int rows, int tile, int first, int keys, float scale,
-                            const Out& out) {
+// against the keys from `first` on, of which a row sees some; each step is from one element to the
+// next.
+template <typename T, int D, int WARPS, int GROUP, typename Sees, typename Out>
+__device__ void attend_tile(Left<D, WARPS>& left, const T* q, long q_head, long q_row, long q_step,
+                            const T* k, long k_step, const T* v, long v_step, const Sees& sees,
+                            int rows, int tile, int first, int keys, float scale, const Out& out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, place = lane % 4;
-  const bool* sees[2];
+  int row_at[2];
   bool there[2];
   Run<T> query[2][D / 32], near[2][D / 32];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int at = TILE * tile + 8 * r + line, row = min(at / GROUP, rows - 1);
+    const int at = TILE * tile + 8 * r + line;
     there[r] = at < rows * GROUP;
-    sees[r] = mask + row * mask_row;
-    const T* from = q + at % GROUP * q_head + row * q_row;
+    row_at[r] = min(at / GROUP, rows - 1);
+    const T* from = q + at % GROUP * q_head + row_at[r] * q_row;
 #pragma unroll
     for (int s = 0; s < D / 32; s++)
 #pragma unroll
@@ -214,7 +223,7 @@ __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, co
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int key = start + 8 * half + 2 * place + i % 2;
-        const bool own_key = there[i / 2] && key < keys && sees[i / 2][key * mask_step];
+        const bool own_key = there[i / 2] && key < keys && sees(row_at[i / 2], key);
         score[half][i] = own_key ? score[half][i] * scale : NO_KEY;
         seen |= unsigned(own_key) << (2 * half + i % 2);
       }
@@ -267,7 +276,7 @@ __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, co
     add_values<T, D>(own, weights, values);
   }
 
-  merge_warps<D, WARPS>(own);
+  merge_warps<D, WARPS>(own, left);
   if (warp > 0) return;
 #pragma unroll
   for (int r = 0; r < 2; r++) {

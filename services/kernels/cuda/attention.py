@@ -263,10 +263,11 @@ def _attend_seats(arrays: dict[str, mx.array], scale: float) -> mx.array:
 
 _ALONE = """
 const int head = blockIdx.x, heads = gridDim.x * GROUP, first = {first};
+__shared__ Left<D, WARPS> left;
 attend_tile<T, D, WARPS, GROUP>(
-    q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
+    left, q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[1], k_strides[2], v + head * v_strides[1], v_strides[2],
-    mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, first, {end}, SCALE,
+    Mask{{mask, mask_strides[0], mask_strides[1]}}, q_shape[2], blockIdx.y, first, {end}, SCALE,
     {to});
 """
 _SOURCE = _ALONE.format(
@@ -290,11 +291,13 @@ merge_parts<T, D, WARPS>(parts + long(blockIdx.x) * NUMBERS, parts_shape[0],
 
 _OF_TABLE = """
 const long at = first[row];
+__shared__ Left<D, WARPS> left;
 attend_tile<T, D, WARPS, GROUP>(
-    q + head * GROUP * q_strides[1] + row * q_strides[2], q_strides[1], q_strides[2], q_strides[3],
+    left, q + head * GROUP * q_strides[1] + row * q_strides[2],
+    q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[0] + at * k_strides[1], k_strides[1],
     v + head * v_strides[0] + at * v_strides[1], v_strides[1],
-    sees, mask_strides[0], mask_strides[1], 1, {tile}, {begin}, {end}, SCALE,
+    Mask{{sees, mask_strides[0], mask_strides[1]}}, 1, {tile}, {begin}, {end}, SCALE,
     {to});
 """
 _TABLE_SOURCE = """

@@ -1,4 +1,5 @@
-// The threads of a GPU's block on the host: fibers that take turns on one thread. Test only.
+// The threads of a GPU's block on the host: fibers that take turns on one thread. Blocks that wait
+// for each other have a thread each. Test only.
 #pragma once
 #include <ucontext.h>
 
@@ -19,11 +20,11 @@ struct Fiber {
   bool is_done;
 };
 
-inline std::vector<Fiber> fibers;  // kept for the next block
-inline int count;                  // of those that run
-inline Fiber* current;
-inline std::function<void(int)> body;
-inline ucontext_t finished;
+inline thread_local std::vector<Fiber> fibers;  // kept for the next block
+inline thread_local int count;                  // of those that run
+inline thread_local Fiber* current;
+inline thread_local std::function<void(int)> body;
+inline thread_local ucontext_t finished;
 
 inline void give_way() {
   Fiber* const from = current;
@@ -52,8 +53,8 @@ struct Barrier {
   }
 };
 
-inline Barrier all{0};
-inline std::vector<Barrier> simds;  // one for every 32 fibers
+inline thread_local Barrier all{0};
+inline thread_local std::vector<Barrier> simds;  // one for every 32 fibers
 
 // Whether values go to the first or the second of two places: a fiber puts the next one down
 // before others of its 32 have read the last one.

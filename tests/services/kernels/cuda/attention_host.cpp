@@ -26,9 +26,10 @@ int main() {
   std::vector<float> found(long(parts) * queries * heads * NUMBERS);
   const auto attend = [&](int head, int tile, int first, int end, const auto& to) {
     run_block([&, head, tile] {
+      static Left<D, WARPS> left;
       attend_tile<float, D, WARPS, GROUP>(
-          &q[head * GROUP * queries * D], queries * D, D, 1, &k[head * keys * D], D,
-          &v[head * keys * D], D, mask.get(), keys, 1, queries, tile, first, end, 1.0f / sqrtf(D),
+          left, &q[head * GROUP * queries * D], queries * D, D, 1, &k[head * keys * D], D,
+          &v[head * keys * D], D, Mask{mask.get(), keys, 1}, queries, tile, first, end, 1.0f / sqrtf(D),
           to);
     });
   };

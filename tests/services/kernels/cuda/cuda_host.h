@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "../fibers.h"
@@ -15,7 +16,7 @@
 constexpr int LANES = 32, THREADS = WARPS * LANES;
 
 #define __device__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __int_as_float(bits) std::bit_cast<float>(unsigned(bits))
 #define __expf expf
 using std::max;
@@ -39,7 +40,7 @@ void __syncthreads() { host::all.wait(); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int lane) {
-  static T exchanged[2][THREADS];
+  static thread_local T exchanged[2][THREADS];
   auto& place = exchanged[host::exchange_place()];
   place[threadIdx.x] = value;
   host::await_lanes();
@@ -54,7 +55,13 @@ bool __any_sync(unsigned all, bool value) {
 unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 int __clz(int value) { return std::countl_zero(unsigned(value)); }
-int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(value); }
+void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+void __threadfence_system() { __threadfence(); }
+void __nanosleep(unsigned) { std::this_thread::yield(); }
+template <typename T>
+T atomicAdd(T* to, T value) {
+  return std::atomic_ref<T>(*to).fetch_add(value);
+}
 
 // Once by every thread of a block.
 void run_block(const std::function<void()>& kernel) {

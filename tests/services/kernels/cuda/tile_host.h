@@ -39,7 +39,7 @@ struct Four {
 // Each lane leaves its inputs where those that need them find them.
 template <typename Inputs>
 void add(float (&sums)[4], const Inputs& upper, const Inputs& lower, const Inputs& row) {
-  static Inputs places[2][THREADS][3];
+  static thread_local Inputs places[2][THREADS][3];
   auto& left = places[host::exchange_place()];
   const int lane = threadIdx.x % LANES, first = threadIdx.x - lane;
   left[threadIdx.x][0] = upper, left[threadIdx.x][1] = lower, left[threadIdx.x][2] = row;
