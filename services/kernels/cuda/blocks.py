@@ -10,7 +10,7 @@ self-test (`block_trial`) when a model is prepared.
 import functools
 import logging
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,19 @@ _FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `TransformerBlock` is x + attention(norm(x)), then x + MLP(norm(x))."""
 
 
+class BlockWeights(NamedTuple):
+    """All arrays of a block, in the order of `Layer` in persistent.cuh."""
+
+    gain: mx.array
+    qkv: mx.array
+    bias: mx.array | None
+    head_gains: mx.array | None
+    output: mx.array
+    mlp_gain: mx.array
+    gate_up: mx.array
+    down: mx.array
+
+
 class BlockKernels:
     """One block as seen by the kernels.
 
@@ -52,7 +65,7 @@ class BlockKernels:
             raise Unfit("only the product of queries, keys and values may have a bias")
         norms = block.input_layernorm, block.post_attention_layernorm
         self._norms = [_read_norm(norm, self.weight.dtype) for norm in norms]
-        self._scale = attention.scale
+        self.scale = attention.scale
         self.heads = _read_heads(attention, self._qkv.weight)
         self._family = sys.modules[type(block).__module__]
 
@@ -61,6 +74,17 @@ class BlockKernels:
         """[queries, keys and values, width] weight of the first product."""
         weight: mx.array = self._qkv.weight
         return weight
+
+    @property
+    def weights(self) -> BlockWeights:
+        """Its arrays."""
+        output, down = self._last
+        head_norm, bias = self.heads.norm, self._qkv.get("bias")
+        return BlockWeights(
+            self._norms[0].gain, self._qkv.weight, bias,
+            None if head_norm is None else head_norm.gains, output.weight,
+            self._norms[1].gain, self._gate_up.weight, down.weight,
+        )  # fmt: skip
 
     @property
     def waits_for_rows(self) -> bool:
@@ -92,7 +116,7 @@ class BlockKernels:
             keys, values = cache.update_and_fetch(keys, values)
         # Looked up at call time, since `enable_packing` replaces it.
         attend = self._family.scaled_dot_product_attention
-        attended = attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
+        attended = attend(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
         attended = attended.swapaxes(1, 2).reshape(1, x.shape[1], -1)
         x = product.multiply(attended, output.weight, more=x)
         gated = product.multiply(x, self._gate_up.weight, norm=self._norms[1], gated=True)
@@ -168,10 +192,10 @@ def route_through(block: Any, kernels: BlockKernels) -> Patch:
 
 
 def find_kernels(model: Any) -> list[BlockKernels]:
-    """Return the kernels attached to all blocks of a model; empty if one of them has none."""
+    """Return the kernels of all blocks of a model, in order; empty if one of them has none."""
     if not isinstance(model, nn.Module):
         return []
-    blocks = [block for _, block in model.named_modules() if hasattr(block, "self_attn")]
+    blocks = list(getattr(model, "layers", []))
     if not all(any(patch.change is with_kernels for patch in patches_of(one)) for one in blocks):
         return []
     return [block.kernels for block in blocks]
