@@ -203,7 +203,7 @@ def guess(
         [rows] int32, the best; and [2, rows, width] float32, which holds any id exactly: the
             ids of all, and the confidence of each.
     """
-    wanted = Wanted(width, _kind_of(sampling))
+    wanted = Wanted(width, kind_of(sampling))
     there = kernels().guess(rows, ids, rules, wanted, _guess_on_host)
     if there is not None:
         return there
@@ -220,7 +220,8 @@ def _guess_on_host(
     return top.ids[:, 0], np.array([top.confidences(row, wanted.width) for row in positions])
 
 
-def _kind_of(sampling: Sampling) -> int:
+def kind_of(sampling: Sampling) -> int:
+    """Return the kind of the rules of a sampling."""
     if is_greedy(sampling):
         return GREEDY
     return FILTERED if sampler.has_filter(sampling) else DRAWN
@@ -232,7 +233,7 @@ def _guess_by_mlx(
     """Guess with MLX's operations; see `guess`."""
     scores = rows.astype(mx.float32)
     totals = mx.logsumexp(scores, axis=-1, keepdims=True)
-    kind = _kind_of(sampling)
+    kind = kind_of(sampling)
     if kind == FILTERED:
         scores, ids, totals = _perturb_filtered(scores, totals, ids, rules, sampling)
     elif kind == DRAWN:

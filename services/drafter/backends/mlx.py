@@ -49,6 +49,7 @@ from services.drafter.backends.growth import (
     name_candidates,
 )
 from services.drafter.backends.mlx_ahead import DepthsAhead
+from services.drafter.backends.mlx_chain import Chains, try_chains
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.engine.batch import Batch, BatchPart
@@ -59,6 +60,7 @@ from services.engine.runner import ModelRunner
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cpu.equip import takes
 from services.kernels.cuda.attention import fit_chunk
+from services.kernels.cuda.persistent import MOST_ROWS
 from services.kernels.register import kernels
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
@@ -73,8 +75,12 @@ from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check
 from services.sampling.candidates import Top
 from services.sampling.device import best_of
 
-_FEW = 8
+_FEW = MOST_ROWS - 1
 """Committed tokens that are fed with the next pending one: one pass, instead of another before."""
+
+
+_TRIAL_TOKENS, _TRIAL_DEPTH = 90, 4
+"""Distinct tokens of trial prompts, and drafted ones."""
 
 
 class MlxBackend:
@@ -132,6 +138,21 @@ class MlxBackend:
         """Trace passes of common shapes; see `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
             yield from self.ahead.trace(store)
+            yield from try_chains(self._model, self.ahead.ids, self._use_chains, self._try_draft)
+            self.close(TRIAL_SEQUENCE)
+
+    def _use_chains(self, chains: Chains | None) -> None:
+        if self.ahead is not None:
+            self.ahead.chains = chains
+
+    def _try_draft(self, trial: int, sampling: Sampling) -> tuple[list[TreeLayer], float]:
+        """Draft a few tokens after one of several prompts; return their layers, and the seconds."""
+        prompt = [(7 * trial + token) % _TRIAL_TOKENS for token in range(4 + 60 * trial)]
+        for _ in self.open(TRIAL_SEQUENCE, prompt, sampling):
+            pass
+        began = time.perf_counter()
+        drafted = list(self.draft(TRIAL_SEQUENCE, trial, _TRIAL_DEPTH))
+        return [layer for layer in drafted if layer is not None], time.perf_counter() - began
 
     def _equip(self, weights: DraftWeights) -> None:
         """Optimise the model for this device: rotations, weights, joint products."""

@@ -19,6 +19,7 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip
+from services.drafter.backends.mlx_chain import Chains
 from services.drafter.backends.mlx_rows import TracedPasses
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.engine.batch import Batch, advance_branches, advance_trunk
@@ -57,13 +58,16 @@ class DepthsAhead:
     def __init__(self, runner: ModelRunner, head_ids: Ids | None, head_size: int) -> None:
         self._runner, self._size = runner, head_size
         ids = np.arange(head_size) if head_ids is None else head_ids
-        self._ids = mx.array(ids.astype(np.int32))
+        self.ids = mx.array(ids.astype(np.int32))
+        """[head] int32."""
         self.traced: TracedPasses | None = None
         """Passes of the shapes that are replayed."""
+        self.chains: Chains | None = None
+        """Drafts on the trunk where a kernel drafts them."""
 
     def trace(self, store: KVStore) -> Steps[None]:
         """Test which passes are faster when replayed; `store` is an empty one."""
-        traced = TracedPasses(self._runner.model, self._size, self._ids)
+        traced = TracedPasses(self._runner.model, self._size, self.ids)
         yield from traced.prepare(lambda: store.fork(0))
         self.traced, self._runner.traced = traced, traced.forward
 
@@ -109,6 +113,9 @@ class DepthsAhead:
         self, trunk: Trunk, tokens: Tokens, count: int, options: RoundOptions
     ) -> Generator[TreeLayer]:
         """Feed these to the trunk, cut to their position, and continue after them."""
+        if self.chains is not None and self.chains.serves(_slots(trunk), len(tokens), count):
+            yield from self.chains.draft(trunk, tokens, count, options)
+            return
         store, first = _slots(trunk), len(trunk.tokens) + len(tokens) + options.shift
         rules = _find_rules(trunk.sampling, np.array([first]), count, 1)
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
@@ -148,7 +155,7 @@ class DepthsAhead:
             drawn = not is_greedy(sampling)
             tokens, candidates = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
-            tokens, candidates = guess(logits, width, self._ids, rules, sampling)
+            tokens, candidates = guess(logits, width, self.ids, rules, sampling)
         launch(tokens, candidates)
         return _Launched(tokens, candidates, logits, following)
 

@@ -305,13 +305,13 @@ def test_what_may_be_asked_for_is_compiled_at_load() -> None:
     assert ahead is not None
     assert ahead.traced is not None
     compiled = dict(ahead.traced._choices)
-    logits = mx.random.normal((8, ahead._ids.size), key=mx.random.key(0))
+    logits = mx.random.normal((8, ahead.ids.size), key=mx.random.key(0))
     for width in (1, 3, 5):
         for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
             rules = mx.array(write_rules(range(8), sampling))
             drawn = sampling.temperature > 0.0
             best, found = ahead.traced.choose(logits, width, rules, drawn=drawn)
-            expected = guess(logits, width, ahead._ids, rules, sampling)
+            expected = guess(logits, width, ahead.ids, rules, sampling)
             np.testing.assert_array_equal(np.array(best), np.array(expected[0]))
             np.testing.assert_allclose(np.array(found), np.array(expected[1]), atol=1e-5)
     assert ahead.traced._choices == compiled
