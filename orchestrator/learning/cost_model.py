@@ -133,12 +133,14 @@ class CostModel:
         is_known = mode != "ar" and self.plain_latency.is_known and self.draft_token_ms > 0.0
         hits = ASSUMED_HITS if mode == "ssd" else 0.0
         may_gain = not is_known or self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
-        for streams in range(1, MOST_SPECULATING + 1):
-            switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
-            switch.on_new_text(may_gain=may_gain)
         hits = 0.0 if mode == "sd" or self.drafts_in_turn else self.hits.value
         besides = {"exchange_ms": self.idle_ms["hit"].value, "wait_ms": self.wait_overhead_ms}
-        return self._plan_schedule(self.backup_rate, hits, **besides) if is_known else None
+        planned = self._plan_schedule(self.backup_rate, hits, **besides) if is_known else None
+        gain = 1.0 if planned is None else planned.gain
+        for streams in range(1, MOST_SPECULATING + 1):
+            switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
+            switch.on_new_text(may_gain=may_gain, gain=gain)
+        return planned
 
     @property
     def draft_token_ms(self) -> float:

@@ -1,8 +1,9 @@
 """The speculation switch: speculation runs on credit, in tokens of plain decoding.
 
 Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
-without an accepted draft cost; with half a token while the pair has lost more than it gained, and
-with what is left once it has lost on several texts. Speculative rounds add their gain over plain
+without an accepted draft cost; with more if the pair gains, by the gain that its schedule expects;
+with half a token while it has lost more than it gained, and with what is left once it has lost on
+several texts. Speculative rounds add their gain over plain
 decoding, or take their loss, and the planner risks no more than is left; a single round may lose
 more, and is forgiven the rest. Without credit the target decodes plainly, which earns the next
 trial. So an answer loses little more than it started with.
@@ -16,6 +17,10 @@ from orchestrator.learning.averages import FADE, DiscountedRatio
 _START, _MOST = 1.0, 6.0
 """Credit of a new text, and the most that gains add up to: acceptance varies by about one token
 per round, so a gain survives unlucky stretches of text.
+"""
+_TRUST = 6.0
+"""Credit of a new text of a pair that gains, per expected gain of 1: short texts that would gain
+must survive a bad start.
 """
 _TRIED = 3.0
 """Rounds with one wrong draft token that a new text can at least pay for."""
@@ -75,13 +80,20 @@ class SpeculationSwitch:
         """True if the pair lost on several texts, and gained nothing since."""
         return self._lead <= -_MOST
 
-    def on_new_text(self, *, may_gain: bool) -> None:
-        """Start with the credit of a new text; `may_gain`: this pair may gain on this machine."""
+    def on_new_text(self, *, may_gain: bool, gain: float = 1.0) -> None:
+        """Start with the credit of a new text.
+
+        Args:
+            may_gain: True if good drafts would gain on this machine.
+            gain: speed over plain decoding that is expected of this pair.
+        """
         self._is_trusted = may_gain and self._lead >= 0.0
         self._least_lead = max(-_MOST, self._lead - _MOST / 3)
         start = self._start if self._is_trusted else _START / 2
         if self._has_lost:
             start = min(self.credit, _START)
+        elif self._lead > 0.0:
+            start = max(start, min(_TRUST * (gain - 1.0), _MOST))
         self.credit = start if may_gain else min(self.credit, 0.0)
         self._decide(0.0)
 

@@ -96,6 +96,26 @@ def test_a_pair_that_never_gained_loses_less_on_later_texts() -> None:
     assert lost[2] < 0.7 * lost[0]
 
 
+@pytest.mark.parametrize(("gain", "lost_rounds"), [(1.0, 2), (1.4, 4), (3.0, 12)])
+def test_a_pair_that_gains_survives_a_bad_start(gain: float, lost_rounds: int) -> None:
+    """Of the next text; in proportion to the expected gain, and within what gains add up to."""
+    pace = begin()
+    run(pace, 40, 33.0)
+    pace.on_new_text(may_gain=True, gain=gain)
+    rounds = 0
+    while pace.speculating:
+        add(pace, 75.0)
+        rounds += 1
+    assert rounds == lost_rounds
+
+
+def test_no_expectation_outweighs_losses() -> None:
+    pace = begin()
+    run(pace, 64, 75.0)
+    pace.on_new_text(may_gain=True, gain=3.0)
+    assert pace.credit == pytest.approx(0.5)
+
+
 def losing() -> SpeculationSwitch:
     """The switch of a pair that has lost on many texts."""
     pace = SpeculationSwitch()
