@@ -85,8 +85,7 @@ class Chains:
                 yield TreeLayer([], tokens, [confidence])
         except Unavailable as error:
             _log.warning("%s: not used any more: %s", _WHAT, error)
-            self._chain = None
-            trunk.cut(first)
+            self._chain = None  # what it has told is in the trunk
 
 
 def try_chains(
@@ -121,16 +120,18 @@ def try_chains(
         for sampling in _SAMPLINGS[1:]:
             draft(0, sampling)
             yield
+    except (Unfit, OSError) as reason:
+        _log.info("%s: not used: %s", _WHAT, reason)
     # Faults of a device or a driver must show here, and not in an answer.
     except Exception as error:  # noqa: BLE001
         use(None)
-        _log.info("%s: not used: %s", _WHAT, error)
+        _log.warning("%s: not used: %s", _WHAT, error)
 
 
 def _agree(usual: list[list[TreeLayer]], ours: list[list[TreeLayer]]) -> bool:
     """Return True if the first tokens are mostly the same, with the same confidence."""
     pairs = [(layers[0], others[0]) for layers, others in zip(usual, ours, strict=True)]
-    same = [one for one in pairs if one[0].tokens == one[1].tokens]
+    same = [(layer, other) for layer, other in pairs if layer.tokens == other.tokens]
     distance = max((abs(a.confidences[0] - b.confidences[0]) for a, b in same), default=1.0)
     right = len(same) >= _LEAST_EQUAL * len(pairs) and distance <= _FARTHEST
     if not right:

@@ -152,8 +152,8 @@ class PersistentChain:
         row = width + weights.qkv.shape[0] + heads.heads * heads.size + hidden
         numbers = MOST_ROWS * row + ends.ids.size
         parts = MOST_PARTS * MOST_ROWS * heads.heads * (heads.size + 2)
-        turns, best = MOST_ROWS * heads.size, 4 * MOST_BLOCKS
-        return _BOX_WORDS + best + turns + parts + -(-numbers * ends.head.dtype.size // 4)
+        rotations, best = MOST_ROWS * heads.size, 4 * MOST_BLOCKS
+        return _BOX_WORDS + best + rotations + parts + -(-numbers * ends.head.dtype.size // 4)
 
     def _launch(
         self, kind: int, keys: list[mx.array], values: list[mx.array], previous: mx.array
@@ -170,7 +170,7 @@ class PersistentChain:
             names = [
                 f"{name}{at}" if array is not None else "nullptr" for name, array in own.items()
             ]
-            inputs |= {f"{name}{at}": one for name, one in own.items() if one is not None}
+            inputs |= {f"{name}{at}": array for name, array in own.items() if array is not None}
             names[-2:] = [f"const_cast<T*>({name})" for name in names[-2:]]
             layers.append("{" + ", ".join(names) + "}")
         heads = first.heads
@@ -209,5 +209,5 @@ def count_blocks() -> int:
     kind = runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount
     status, count = runtime.cudaDeviceGetAttribute(kind, 0)
     if int(status):
-        raise OSError(f"the device does not tell its multiprocessors: {status}")
+        raise OSError(f"the number of multiprocessors is unknown: {status}")
     return min(int(count), MOST_BLOCKS)

@@ -17,6 +17,7 @@ from services.kernels.cuda import blocks, choice, product
 from services.kernels.cuda.blocks import (
     BlockKernels,
     equip_for_cuda,
+    find_kernels,
     route_through,
     serves_any_length,
 )
@@ -173,6 +174,17 @@ def test_blocks_of_a_trace_go_through_the_kernels(
     assert kernels.calls[:-1] == of_a_block * len(module.model.layers)
     for other in (plain, found):
         np.testing.assert_allclose(np.array(other), np.array(expected), atol=2e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_come_in_the_order_of_the_layers() -> None:
+    """A kernel that computes all of them relies on it; MLX walks modules from the last on."""
+    module = load(tiny_folder("llama")).module
+    assert find_kernels(module) == []
+    equip(module)
+    layers = module.model.layers
+    assert len(layers) > 1
+    assert find_kernels(module) == [layer.kernels for layer in layers]
 
 
 def probe_of(module: Any) -> Any:
