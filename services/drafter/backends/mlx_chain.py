@@ -42,7 +42,6 @@ _FARTHEST = 0.05
 """Largest difference of a confidence from the usual one."""
 _LEAST_EQUAL = 0.75
 """Least share of equal first tokens: of two that are equally likely either may be chosen."""
-
 _SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
 """One of each kind, which compiles a kernel of its own."""
 
