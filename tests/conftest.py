@@ -24,7 +24,6 @@ load_profile()
 KERNELS = tuple(
     Path(__file__).parent / "services" / name
     for name in (
-        "drafter/backends/test_mlx_rows.py",
         "engine/test_forward_trial.py",
         "engine/test_in_place.py",
         "engine/test_traced_forward.py",

@@ -134,8 +134,7 @@ class CostModel:
         hits = ASSUMED_HITS if mode == "ssd" else 0.0
         may_gain = not is_known or self._plan_schedule(_UNSEEN_RATE, hits).way != "plain"
         hits = 0.0 if mode == "sd" or self.drafts_in_turn else self.hits.value
-        besides = {"exchange_ms": self.idle_ms["hit"].value, "wait_ms": self.wait_overhead_ms}
-        planned = self._plan_schedule(self.backup_rate, hits, **besides) if is_known else None
+        planned = self._plan_schedule(self.backup_rate, hits, **self._besides) if is_known else None
         gain = 1.0 if planned is None else planned.gain
         for streams in range(1, MOST_SPECULATING + 1):
             switch = self._switches.setdefault((mode, streams), SpeculationSwitch())
@@ -158,6 +157,11 @@ class CostModel:
         """
         usual = max(self.idle_ms[origin].value for origin in ("hit", "target"))
         return max(0.0, self.backup_idle_ms.value - usual) + max(0.0, self.backup_start_ms.value)
+
+    @property
+    def _besides(self) -> dict[str, float]:
+        """Arguments of a schedule: what rounds and waits cost besides passes and tokens."""
+        return {"exchange_ms": self.idle_ms["hit"].value, "wait_ms": self.wait_overhead_ms}
 
     @property
     def backup_rate(self) -> float:
@@ -297,7 +301,9 @@ class CostModel:
         """Choose between drafting during verifications and in turn with them."""
         if self.verify_latency.is_observed and self.plain_latency.is_known and self.draft_token_ms:
             prefer = _CLEARLY if self.drafts_in_turn else 1.0 / _CLEARLY
-            planned = self._plan_schedule(self.backup_rate, self.hits.value, prefer=prefer)
+            planned = self._plan_schedule(
+                self.backup_rate, self.hits.value, prefer=prefer, **self._besides
+            )
             if planned.way != "plain":
                 self.drafts_in_turn = planned.way == "in turn"
 

@@ -80,12 +80,6 @@ class Span:
         start = self.start + first
         return Span(start, self.positions[: start + count])
 
-    def following(self) -> "Span":
-        """Return the span of one more token after each of these branches."""
-        positions = np.concatenate([self.positions, self.own_positions + 1])
-        themselves = np.eye(self.count, dtype=np.bool_)
-        return Span(self.end, positions, np.concatenate([self.find_visible(), themselves], axis=1))
-
     def pad(self, rows: int, slots: int) -> tuple[mx.array, mx.array, mx.array]:
         """Return the arguments of a `Batch` after its tokens, for this many rows and slots.
 
@@ -136,12 +130,8 @@ class Batch:
     """[rows], where they are on the device, perhaps not computed yet; as many of each part."""
     ahead: bool = False
     """True if a running pass chooses the tokens, so that the states must not hold them yet."""
-    depth: int = 0
-    """Passes over the rows of one sequence that continue each other, this one included."""
     place: Sequence[mx.array] = ()
     """The arguments of its `BatchArrays` after the tokens, if they are on the device, too."""
-    stride: mx.array | None = None
-    """As for `BatchArrays.continue_rows`, if the next pass continues a place on the device."""
 
     @property
     def states(self) -> "list[SequenceState]":
@@ -152,31 +142,10 @@ class Batch:
         """Return this batch with these tokens, [rows]."""
         return replace(self, tokens=tokens)
 
-    def go_on(self, place: Sequence[mx.array] = (), stride: mx.array | None = None) -> "Batch":
-        """Return the pass over one more token after each row, as yet without these tokens.
 
-        Args:
-            place: as for `Batch.place`, if a trace has computed it.
-            stride: of the trace.
-        """
-        [part] = self.parts
-        store: Any = part.state
-        span: Span = store.span
-        if store.length < span.end:  # branches, in scratch slots
-            begin = list if place else lambda: store.place(span.following())
-            part = replace(part, begin=begin)
-        return Batch([part], depth=self.depth - 1, place=place, stride=stride)
-
-
-def advance_trunk(store: "KVStore", count: int, depth: int) -> Batch:
-    """Return the first of `depth` passes that advance a trunk, over `count` tokens."""
-    part = BatchPart(store, count, partial(store.chain, count))
-    return Batch([part], depth=depth if count == 1 else 0)
-
-
-def advance_branches(store: "KVStore", span: Span, depth: int) -> Batch:
-    """Return the first of `depth` passes over branches; it is over this span."""
-    return Batch([BatchPart(store, span.count, partial(store.place, span))], depth=depth)
+def advance_trunk(store: "KVStore", count: int) -> Batch:
+    """Return a pass that advances a trunk by `count` tokens."""
+    return Batch([BatchPart(store, count, partial(store.chain, count))])
 
 
 class BatchArrays:
@@ -229,17 +198,6 @@ class BatchArrays:
         visible = keys <= queries
         return visible if window is None else visible & (queries - keys < window)
 
-    def continue_rows(self, stride: mx.array) -> list[mx.array]:
-        """Return the arguments, after the tokens, of a batch of one more token after each row.
-
-        Args:
-            stride: [] the slots between the rows of the two.
-        """
-        if self.visible is None:
-            raise ValueError("a chain has no branches that continue")
-        slots, keys = (self.slots + stride)[:, None], count_to(self.visible.shape[1])[None]
-        return [self.start + stride, self.positions + 1, self.visible | (keys == slots)]
-
 
 class Shape(NamedTuple):
     """Shape of the passes that a trace serves."""
@@ -247,7 +205,7 @@ class Shape(NamedTuple):
     rows: int
     slots: int
     forks: bool = False
-    """True if the rows form a tree, or branches."""
+    """True if the rows form a tree."""
 
 
 def round_to_bucket(length: int) -> int:

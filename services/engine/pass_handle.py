@@ -75,7 +75,7 @@ class PassHandle:
     row: int = 0
     """The first of its rows in the pass."""
     logits: mx.array
-    """[rows, vocabulary], lazy; with rows of padding where a trace continues them."""
+    """[rows, vocabulary], lazy."""
     features: ReadRows | None = None
     """[rows or more, width] of the states read from the model, lazy."""
     joint: JointChoice | None = None
@@ -84,8 +84,6 @@ class PassHandle:
     """[rows] the chosen tokens, possibly lazy; negative where the host decides."""
     report: Callable[[], Ids] | None = None
     """Reads the choice while the next pass waits on the device."""
-    following: Batch | None = None
-    """The pass over one more token after each row, as yet without tokens, if it continues them."""
 
     def fill(self, tree: TokenTree) -> bool:
         """Make this the state's current pass, over this tree; False if that is impossible."""

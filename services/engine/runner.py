@@ -38,8 +38,6 @@ class _Result(NamedTuple):
 
     logits: mx.array
     """[1, rows, vocabulary]"""
-    following: Batch | None = None
-    """As for `PassHandle`."""
     written: list[mx.array] | None = None
     """As for `ReservedPass`, of a pass whose place is on the device."""
 
@@ -140,7 +138,7 @@ class ModelRunner:
                 "state": part.state,
                 "timing": timing,
                 "row": own.start,
-                "logits": logits if result.following is not None else logits[own],
+                "logits": logits[own],
                 "features": None if features is None else features[own],
                 "joint": joint,
             }
@@ -148,7 +146,7 @@ class ModelRunner:
                 resume = partial(part.state.resume, part.state.suspend())
                 handles.append(AheadPass(**about, read=read, resume=resume))
             else:
-                handles.append(PassHandle(**about, following=result.following))
+                handles.append(PassHandle(**about))
         return handles
 
     def _build(
@@ -183,15 +181,15 @@ class ModelRunner:
                 return _Result(self.model(row, cache=caches, **extra))
         traced = self.traced
         if traced is not None and isinstance(state, KVStore):
-            if batch.place or (batch.depth and traced.serves(state, depth=batch.depth)):
-                return _continue(traced, batch, row, state)
-            if not batch.depth and traced.serves(state, ahead=batch.ahead):
+            if batch.place:
+                replayed = traced.replay(BatchArrays(row, *batch.place), state)
+                return _Result(replayed.logits, replayed.written or None)
+            if traced.serves(state, ahead=batch.ahead):
                 return _Result(traced(row, state, ahead=batch.ahead))
-        following = batch.go_on() if batch.depth else None
         logits = self.model(row, cache=state.caches, **extra)
         if table is not None:
             table.drop_if_empty()
-        return _Result(logits, following)
+        return _Result(logits)
 
     def _run_at(
         self,
@@ -235,22 +233,6 @@ def _begin(batch: Batch) -> tuple[mx.array, list[slice], dict[str, mx.array]]:
     tokens = mx.array(row) if batch.tokens is None else batch.tokens
     extra = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
     return tokens[None], rows, extra
-
-
-def _continue(traced: TracedForward, batch: Batch, row: mx.array, store: KVStore) -> _Result:
-    """Replay a pass whose place is on the device, or the first of those that continue it."""
-    stride = batch.stride
-    if batch.place:
-        if stride is not None and not batch.depth:
-            # MLX does not check where it writes.
-            raise IndexError("the buffers have no room for another pass")
-        arrays = BatchArrays(row, *batch.place)
-    else:
-        stride = mx.array(store.span.count, mx.int32)
-        arrays = traced.lay_out(row, store, batch.depth)
-    replayed = traced.replay(arrays, store, stride)
-    following = None if stride is None else batch.go_on(replayed.following, stride)
-    return _Result(replayed.logits, following, replayed.written or None)
 
 
 def _restore(before: Sequence[tuple[SequenceState, int]]) -> None:

@@ -49,8 +49,6 @@ class Replayed(NamedTuple):
     """[rows, width], if some are read."""
     written: list[mx.array]
     """Per layer, an array that is computed once its rows are written in place, if they are."""
-    following: list[mx.array]
-    """The inputs of the next pass, after its tokens, if it continues these rows."""
 
 
 class Trace:
@@ -58,19 +56,12 @@ class Trace:
 
     Args:
         model: called on tokens [1, n] and caches.
-        columns: of its logits that are used; None for all.
         attend: the attention over buffers that sequences share.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        columns: int | None = None,
-        attend: Attend | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, attend: Attend | None = None) -> None:
         self.model = model
-        self._columns, self._attend = columns, attend
+        self._attend = attend
         self.may_write = can_write_in_place(model)
         """True if rows are written into the buffers in place, where the device can."""
         self.read(None)
@@ -80,19 +71,15 @@ class Trace:
         self.reader = reader
         self._replay: Any = mx.compile(self._forward)
 
-    def __call__(
-        self, batch: BatchArrays, layers: Sequence[LayerBuffers], stride: mx.array | None = None
-    ) -> Replayed:
+    def __call__(self, batch: BatchArrays, layers: Sequence[LayerBuffers]) -> Replayed:
         """Compute a pass; the layers hold its rows afterwards.
 
         Args:
             batch: its rows.
             layers: buffers of all layers, exclusive if rows may be written in place.
-            stride: as for `BatchArrays.continue_rows`, if the next pass continues these rows.
         """
-        logits, features, following, *buffers = self._replay(
+        logits, features, *buffers = self._replay(
             batch.arrays,
-            [] if stride is None else [stride],
             [layer.keys for layer in layers],
             [layer.values for layer in layers],
         )
@@ -104,12 +91,11 @@ class Trace:
                 layer.keys, layer.values = pair
         else:
             written = keys
-        return Replayed(logits, features[0] if features else None, written, following)
+        return Replayed(logits, features[0] if features else None, written)
 
     def _forward(
         self,
         arrays: list[mx.array],
-        strides: list[mx.array],
         keys: list[mx.array],
         values: list[mx.array],
     ) -> tuple[mx.array, *tuple[list[mx.array], ...]]:
@@ -121,11 +107,7 @@ class Trace:
         with in_trace():
             logits: mx.array = self.model(batch.tokens, cache=layers)
         features = self.reader.compute() if self.reader is not None else None
-        outputs = (
-            logits if self._columns is None else logits[..., : self._columns],
-            [] if features is None else [features],
-            [array for stride in strides for array in batch.continue_rows(stride)],
-        )
+        outputs = logits, [] if features is None else [features]
         if written := find_written(layers):
             return *outputs, written, []
         return *outputs, [layer.keys for layer in layers], [layer.values for layer in layers]

@@ -55,58 +55,48 @@ class TracedForward:
 
     Args:
         model: called on tokens [1, n] and caches.
-        columns: of its logits that are used; None for all.
-        padded: the sizes to which all rows are padded, chains too, as a drafter's; None for a
-            target.
     """
 
-    def __init__(
-        self, model: Any, *, columns: int | None = None, padded: tuple[int, ...] | None = None
-    ) -> None:
-        self._trace = Trace(model, columns=columns)
-        self._longest_chain = MOST_ROWS if padded is None else 0
+    def __init__(self, model: Any) -> None:
+        self._trace = Trace(model)
         self.shapes: set[Shape] = set()
         """Shapes traced so far."""
         self._traces_later = serves_any_length(model)
         """True if chains and trees after longer texts are traced on demand."""
         self.singles = Singles(awaited=True, ahead=True)
-        self.tree_rows = TREE_ROWS if padded is None else padded
+        self.tree_rows = TREE_ROWS
         """The sizes of trees in use."""
 
     def pad_rows(self, count: int) -> int:
         """Return the size to which a tree of `count` rows is padded; 0 if it is too large."""
         return next((size for size in self.tree_rows if size >= count), 0)
 
-    def _shape(self, store: KVStore, span: Span, depth: int = 1) -> Shape:
-        """Return the shape of the trace of so many passes; without rows or slots if too large.
+    def _shape(self, store: KVStore, span: Span) -> Shape:
+        """Return the shape of a pass; without rows or slots if it is too large.
 
         A pass over a tree is padded.
         """
-        forks = span.visible is not None or span.count > self._longest_chain
+        forks = span.visible is not None or span.count > MOST_ROWS
         rows = self.pad_rows(span.count) if forks else span.count
-        end = span.start + span.count * (depth - 1) + rows
-        return Shape(rows, round_to_traced(max(_count_slots(store), end)), forks)
+        slots = round_to_traced(max(_count_slots(store), span.start + rows))
+        return Shape(rows, slots, forks)
 
     def read(self, reader: FeatureReader | None) -> None:
         """Include this reader's features in traces; call again when they change."""
         self._trace.read(reader)
 
-    def serves(
-        self, store: KVStore, span: Span | None = None, *, ahead: bool = False, depth: int = 1
-    ) -> bool:
+    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """Return True if a pass has a shape that is traced, or can be traced now.
 
         Args:
-            store: of the sequence.
-            span: its rows of the pass; by default of the current one.
+            store: of the sequence, with its current pass.
             ahead: True if the pass starts while another one is running.
-            depth: number of passes that continue each other, this one included.
         """
         alone = self.singles.ahead if ahead else self.singles.awaited
-        span = span or store.span
+        span = store.span
         if span.count == 1 and not alone:
             return False
-        shape = self._shape(store, span, depth)
+        shape = self._shape(store, span)
         return _suits(store, span, shape) and self._has(shape)
 
     def _has(self, shape: Shape) -> bool:
@@ -138,19 +128,13 @@ class TracedForward:
         replayed = self.replay(self.lay_out(tokens, store), store)
         if replayed.written:
             store.written = replayed.written
-        if not ahead and self._longest_chain:
+        if not ahead:
             launch_first(store.milestones)
         return replayed.logits[:, :count]
 
-    def lay_out(self, tokens: mx.array, store: KVStore, depth: int = 1) -> BatchArrays:
-        """Return the rows of `store`'s current pass, [1, n] tokens, padded; widen its buffers.
-
-        Args:
-            tokens: of the pass.
-            store: of the sequence.
-            depth: as for `serves`.
-        """
-        span, shape = store.span, self._shape(store, store.span, depth)
+    def lay_out(self, tokens: mx.array, store: KVStore) -> BatchArrays:
+        """Return the rows of `store`'s current pass, [1, n] tokens, padded; widen its buffers."""
+        span, shape = store.span, self._shape(store, store.span)
         store.widen(shape.slots)
         if not shape.forks:
             return BatchArrays(tokens, mx.array(span.start))
@@ -167,9 +151,7 @@ class TracedForward:
         fits = store.length + rows <= slots == round_to_traced(slots)
         return slots if fits and self._has(Shape(rows, slots, forks=True)) else 0
 
-    def replay(
-        self, arrays: BatchArrays, store: KVStore, stride: mx.array | None = None
-    ) -> Replayed:
+    def replay(self, arrays: BatchArrays, store: KVStore) -> Replayed:
         """Replay a pass; the store gets its rows. Arguments as for a `Trace`."""
         keys, values = store.caches[0].keys, store.caches[0].values
         if (
@@ -179,7 +161,7 @@ class TracedForward:
             and writes_in_place(keys, values)
         ):
             store.own()
-        replayed = self._trace(arrays, store.caches, stride)
+        replayed = self._trace(arrays, store.caches)
         if self._trace.reader is not None and replayed.features is not None:
             self._trace.reader.put(replayed.features)
         return replayed

@@ -24,7 +24,6 @@ from services.kernels.cuda.sampling.guess import (
     DRAWN,
     FILTERED,
     GREEDY,
-    Wanted,
 )
 from services.kernels.cuda.sampling.rules import read_noise
 from services.kernels.register import kernels
@@ -185,39 +184,35 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
 
 
 def guess(
-    rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
+    rows: mx.array, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
-    """Return the `width` most probable target choices after each row, on the device.
+    """Return the most probable target choice after each row, on the device.
 
-    They equal those of `candidates.perturb`, except that without filters every token of the head is
+    It equals that of `candidates.perturb`, except that without filters every token of the head is
     a candidate: finding the best few would take longer than adding noise to all.
 
     Args:
         rows: [rows, head] logits.
-        width: number of choices; small.
         ids: [head] int32, the token id of each column.
         rules: [rows, WORDS] of the tokens to be chosen, see `write_rules`.
         sampling: what the rules were written for, apart from seed and temperature.
 
     Returns:
-        [rows] int32, the best; and [2, rows, width] float32, which holds any id exactly: the
-            ids of all, and the confidence of each.
+        [rows] int32, the tokens; and [2, rows] float32, which holds any id exactly: the same, and
+            the confidence of each.
     """
-    wanted = Wanted(width, kind_of(sampling))
-    there = kernels().guess(rows, ids, rules, wanted, _guess_on_host)
-    if there is not None:
-        return there
-    return _guess_by_mlx(rows, width, ids, rules, sampling)
+    there = kernels().guess(rows, ids, rules, kind_of(sampling), _guess_on_host)
+    return _guess_by_mlx(rows, ids, rules, sampling) if there is None else there
 
 
 def _guess_on_host(
-    logits: Floats, positions: Sequence[int], ids: Ids, sampling: Sampling, wanted: Wanted
+    logits: Floats, positions: Sequence[int], ids: Ids, sampling: Sampling
 ) -> tuple[Ids, Floats]:
-    """Return the best tokens after each row, and how sure the `wanted` best are."""
+    """Return the best token after each row, and its confidence."""
     # Without filters every token is a candidate.
-    width = logits.shape[1] if wanted.kind == DRAWN else CANDIDATES
+    width = logits.shape[1] if kind_of(sampling) == DRAWN else CANDIDATES
     top = candidates.perturb(candidates.best_of(logits, width, ids), positions, sampling)
-    return top.ids[:, 0], np.array([top.confidences(row, wanted.width) for row in positions])
+    return top.ids[:, 0], np.array([top.confidences(row, 1)[0] for row in range(len(logits))])
 
 
 def kind_of(sampling: Sampling) -> int:
@@ -228,7 +223,7 @@ def kind_of(sampling: Sampling) -> int:
 
 
 def _guess_by_mlx(
-    rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
+    rows: mx.array, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
     """Guess with MLX's operations; see `guess`."""
     scores = rows.astype(mx.float32)
@@ -240,25 +235,10 @@ def _guess_by_mlx(
         ids = ids[None]
         scores = scores + _noise_of(rules, ids)
         totals = mx.logsumexp(scores, axis=-1, keepdims=True)
-    columns, values = _best_columns(scores, min(width, scores.shape[-1]))
-    named = mx.take_along_axis(mx.broadcast_to(ids, scores.shape), columns, axis=-1)
-    return named[:, 0], mx.stack([named.astype(mx.float32), mx.exp(values - totals)])
-
-
-def _best_columns(scores: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """Return [rows, width] columns of the largest values, in descending order, and the values."""
-    there = kernels().find_best(scores, width)
-    if there is not None:
-        count = there.shape[1] // 2
-        return there[:, :width].astype(mx.int32), there[:, count : count + width]
-    # A sort is slower on a GPU.
-    found = [mx.argmax(scores, axis=-1, keepdims=True)]
-    columns, left = mx.arange(scores.shape[-1])[None], scores
-    while len(found) < width:
-        left = mx.where(columns == found[-1], -mx.inf, left)
-        found.append(mx.argmax(left, axis=-1, keepdims=True))
-    places = mx.concatenate(found, axis=-1) if width > 1 else found[0]
-    return places, mx.take_along_axis(scores, places, axis=-1)
+    columns = mx.argmax(scores, axis=-1, keepdims=True)
+    values = mx.take_along_axis(scores, columns, axis=-1)
+    named = mx.take_along_axis(mx.broadcast_to(ids, scores.shape), columns, axis=-1)[:, 0]
+    return named, mx.stack([named.astype(mx.float32), mx.exp(values - totals)[:, 0]])
 
 
 def _noise_of(rules: mx.array, ids: mx.array) -> mx.array:

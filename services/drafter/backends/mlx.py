@@ -27,7 +27,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
-from protocol.decoding.token_tree import TokenTree
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import Sampling, Tokens
 from protocol.settings import DraftWeights
 from services.drafter.backends.base import (
@@ -48,8 +48,8 @@ from services.drafter.backends.growth import (
     lay_out,
     name_candidates,
 )
-from services.drafter.backends.mlx_ahead import DepthsAhead
-from services.drafter.backends.mlx_chain import Chains, try_chains
+from services.drafter.backends.mlx_ahead import DraftsAhead
+from services.drafter.backends.mlx_persistent import PersistentDrafts, try_persistent
 from services.drafter.backends.mlx_states import find_states, is_recurrent
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.engine.batch import Batch, BatchPart
@@ -60,7 +60,6 @@ from services.engine.runner import ModelRunner
 from services.kernels.cpu.decoder import fill_only
 from services.kernels.cpu.equip import takes
 from services.kernels.cuda.attention import fit_chunk
-from services.kernels.cuda.persistent import MOST_ROWS
 from services.kernels.register import kernels
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
@@ -75,12 +74,12 @@ from services.runtime.sequence_table import TRIAL_SEQUENCE, SequenceTable, check
 from services.sampling.candidates import Top
 from services.sampling.device import best_of
 
-_FEW = MOST_ROWS - 1
+_FEW = 7
 """Committed tokens that are fed with the next pending one: one pass, instead of another before."""
 
 
-_TRIAL_TOKENS, _TRIAL_DEPTH = 90, 4
-"""Distinct tokens of trial prompts, and drafted ones."""
+_TRIAL_TOKENS, _TRIAL_DEPTH, _TRIAL_FAN_OUT = 90, 4, [1, 2, 1, 4]
+"""Distinct tokens of trial prompts, drafted ones, and outcomes."""
 
 
 class MlxBackend:
@@ -125,9 +124,9 @@ class MlxBackend:
             takes_trees=isinstance(self._new_store(), KVStore),
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
-        self.ahead: DepthsAhead | None = None  # None: every depth is awaited
+        self.ahead: DraftsAhead | None = None  # None: every depth is awaited
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
-            self.ahead = DepthsAhead(self._runner, self._head_ids, self._head_size)
+            self.ahead = DraftsAhead(self._runner, self._head_ids, self._head_size)
 
     def try_kernels(self) -> Steps[None]:
         """Let traces use our kernels where that pays."""
@@ -135,24 +134,26 @@ class MlxBackend:
             yield from equip_traces(self._model)
 
     def trace(self) -> Steps[None]:
-        """Trace passes of common shapes; see `DepthsAhead.trace`."""
-        if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
-            yield from self.ahead.trace(store)
-            yield from try_chains(self._model, self.ahead.ids, self._use_chains, self._try_draft)
+        """Try a kernel for whole drafts."""
+        if self.ahead is not None:
+            yield from try_persistent(self._model, self.ahead.ids, self._use, self._try_draft)
             self.close(TRIAL_SEQUENCE)
 
-    def _use_chains(self, chains: Chains | None) -> None:
+    def _use(self, persistent: PersistentDrafts | None) -> None:
         if self.ahead is not None:
-            self.ahead.chains = chains
+            self.ahead.persistent = persistent
 
     def _try_draft(self, trial: int, sampling: Sampling) -> tuple[list[TreeLayer], float]:
-        """Draft a few tokens after one of several prompts; return their layers, and the seconds."""
+        """Draft a few tokens after one of several prompts; see `mlx_persistent.Draft`."""
         prompt = [(7 * trial + token) % _TRIAL_TOKENS for token in range(4 + 60 * trial)]
         for _ in self.open(TRIAL_SEQUENCE, prompt, sampling):
             pass
         began = time.perf_counter()
         drafted = list(self.draft(TRIAL_SEQUENCE, trial, _TRIAL_DEPTH))
-        return [layer for layer in drafted if layer is not None], time.perf_counter() - began
+        took = time.perf_counter() - began
+        tree = read_tree([trial, *prompt[: len(_TRIAL_FAN_OUT) - 1]])
+        prepared = list(self.prepare(TRIAL_SEQUENCE, tree, _TRIAL_FAN_OUT, _TRIAL_DEPTH))
+        return [layer for layer in (drafted[0], prepared[0]) if layer is not None], took
 
     def _equip(self, weights: DraftWeights) -> None:
         """Optimise the model for this device: rotations, weights, joint products."""
@@ -209,6 +210,12 @@ class MlxBackend:
     ) -> Generator[TreeLayer | None]:
         """Fork every row of the tree, then grow all branches depth by depth."""
         trunk = self._sequences[sequence]
+        trunk.prepares = True
+        if self.ahead is not None and self._goes_ahead(trunk):
+            layers = self.ahead.prepare(trunk, tree, fan_out, depth, options)
+            if layers is not None:
+                yield from layers
+                return
         excluded = max(1, *map(len, tree.children))
         width = trunk.width(max(fan_out, default=0) + excluded)
         stem, base = tree.tokens[: tree.stem], trunk.committed
@@ -354,9 +361,6 @@ class MlxBackend:
         """Yield depth by depth the successors of these bonus tokens."""
         if uses_rejection(trunk.sampling):
             options = options._replace(siblings=0)  # drawn tokens have no siblings
-        if self.ahead is not None and self._goes_ahead(trunk):
-            yield from self.ahead.grow(trunk, roots, tips, depth, options)
-            return
         width = trunk.width(1 + options.siblings)
         for _ in range(depth if tips else 0):
             tree = trunk.tree

@@ -14,6 +14,7 @@ from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
 from services.engine.batch import Span
+from services.kernels.cuda.persistent import Named
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
@@ -30,6 +31,16 @@ class Bud(NamedTuple):
     """Index of the tree token that it follows; -1 if it follows the trunk's at `fork`."""
     fork: int
     """Position of the last trunk token that it attends to."""
+
+
+class DraftedBranch(NamedTuple):
+    """A branch that a kernel drafted after the trunk, whose keys and values are not kept."""
+
+    start: int
+    """Position of its first token."""
+    tokens: Tokens
+    named: list[Named]
+    """What may follow each of the tokens, but perhaps not the last one."""
 
 
 class Tree:
@@ -162,6 +173,10 @@ class Trunk:
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it (one row), for the recent tokens."""
     tree: Tree | None = None
+    branches: list[DraftedBranch] = field(default_factory=list)
+    """Those that were drafted last."""
+    prepares: bool = False
+    """True if outcomes are prepared for."""
     processor: LogitsProcessor | None = None
     """State after these tokens, if the request processes logits."""
 
@@ -190,6 +205,7 @@ class Trunk:
             self.processor.rewind(length)
         oldest = length - _REMEMBERED
         self.tops = {p: top for p, top in self.tops.items() if oldest <= p < length}
+        self.branches = [branch for branch in self.branches if branch.start <= length]
 
     def fork(
         self, tree: TokenTree, tops: Sequence[Top], fan_out: list[int], shift: int

@@ -8,9 +8,8 @@ __device__ inline float summed(float value) {
 
 // Calls visit(value, column) for this thread's columns of a row, in rising order, of which every
 // `STRIDE`th is its own. Several are fetched at once: one after the other, each would be waited for.
-template <int STRIDE, typename Values, typename Visit>
+template <int STRIDE, int FETCHED = 8, typename Values, typename Visit>
 __device__ inline void visit_columns(const Values& values, int head, Visit visit) {
-  constexpr int FETCHED = 8;
   for (int first = threadIdx.x; first < head; first += FETCHED * STRIDE) {
     float found[FETCHED];
 #pragma unroll

@@ -1,60 +1,21 @@
 // Products of few rows whose weights are fetched while the rows are not computed yet.
 
-constexpr int MOST_ROWS = 8;  // of a product
+constexpr int MOST_ROWS = 16, OCTETS = MOST_ROWS / 8;  // of a product
 
-// The best of some columns by `rank_of` their scores, and the sum of all exponentials, divided by the
-// largest.
-struct Best {
-  unsigned long long rank = 0;
-  float top = -1e30f, sum = 0.0f;
-
-  __device__ void add(float score, int column) {
-    const unsigned long long own = rank_of(score, column);
-    rank = own > rank ? own : rank;
-    add_sum(score, 1.0f);
-  }
-
-  __device__ void add_sum(float other_top, float other_sum) {
-    const float higher = fmaxf(top, other_top);
-    sum = sum * expf(top - higher) + other_sum * expf(other_top - higher);
-    top = higher;
-  }
-
-  __device__ void add(const Best& other) {
-    rank = other.rank > rank ? other.rank : rank;
-    add_sum(other.top, other.sum);
-  }
-
-  // The probability of the best column.
-  __device__ float share() const {
-    const unsigned bits = unsigned(rank >> 32);
-    const float score = __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
-    return expf(score - top) / sum;
-  }
-};
-
-// The best of what the threads of a block have; the first one gets it.
-template <int WARPS>
-__device__ inline Best find_best_of_block(Best own) {
-  __shared__ Best found[WARPS];
-  const auto gather = [](Best best) {
+// Multiplies by the gains of a norm; the sum of the squares, of which its factor is made.
+template <typename T>
+__device__ inline float norm_run(Run<T>& row, const Run<T>& gains) {
+  float squares = 0.0f;
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2)
-      best.add(Best{__shfl_xor_sync(0xffffffffu, best.rank, lane),
-                    __shfl_xor_sync(0xffffffffu, best.top, lane),
-                    __shfl_xor_sync(0xffffffffu, best.sum, lane)});
-    return best;
-  };
-  const Best of_warp = gather(own);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = of_warp;
-  __syncthreads();
-  Best all = found[0];
-  for (int warp = 1; warp < WARPS; warp++) all.add(found[warp]);
-  return all;
+  for (int k = 0; k < 8; k++) {
+    const float value = float(row.at[k]);
+    squares += value * value;
+    row.at[k] = T(value * float(gains.at[k]));
+  }
+  return squares;
 }
 
-// 16 outputs of up to 8 rows by a block, or 16 gated ones from twice as many: each warp multiplies
+// 16 outputs of all rows by a block, or 16 gated ones from twice as many: each warp multiplies
 // its share of the inputs.
 template <typename T, int INPUTS, bool GATED, int WARPS>
 struct Product {
@@ -97,42 +58,43 @@ struct Product {
                       int rows, int blocks, T* out) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4;
     while (16 * unit < outputs) {
-      float products[GROUPS][4] = {}, squares = 0.0f;
+      float products[OCTETS][GROUPS][4] = {}, squares[OCTETS] = {};
       for (int chunk = 0; chunk < CHUNKS; chunk++) {
         if (chunk > 0) fetch_chunk(chunk);
-        Run<T> row[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-          const int step = chunk * AHEAD + i, at = input_of(step);
-          const bool there = step < STEPS && at < INPUTS;
-          row[i] = read_run(x + line * INPUTS + at, there && line < rows);
-          if (gain == nullptr) continue;
-          const Run<T> gains = read_run(gain + at, there);
+        for (int octet = 0; octet < OCTETS; octet++) {
+          if (8 * octet >= rows) break;
+          Run<T> row[AHEAD];
 #pragma unroll
-          for (int k = 0; k < 8; k++) {
-            const float value = float(row[i].at[k]);
-            squares += value * value;
-            row[i].at[k] = T(value * float(gains.at[k]));
+          for (int i = 0; i < AHEAD; i++) {
+            const int step = chunk * AHEAD + i, at = input_of(step), own = 8 * octet + line;
+            const bool there = step < STEPS && at < INPUTS;
+            row[i] = read_run(x + own * INPUTS + at, there && own < rows);
+            if (gain != nullptr) squares[octet] += norm_run(row[i], read_run(gain + at, there));
           }
+#pragma unroll
+          for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+              add_products(products[octet][g], weights[i][2 * g], weights[i][2 * g + 1], row[i]);
         }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-#pragma unroll
-          for (int g = 0; g < GROUPS; g++)
-            add_products(products[g], weights[i][2 * g], weights[i][2 * g + 1], row[i]);
       }
       const int first = 16 * unit;
       unit += blocks;
       if (16 * unit < outputs) fetch_chunk(0);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 2);
       __syncthreads();  // what was there may still be read
-      if (lane % 4 == 0) sums.squares[warp][line] = squares;
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++)
+      for (int octet = 0; octet < OCTETS; octet++) {
+        squares[octet] += __shfl_xor_sync(0xffffffffu, squares[octet], 1);
+        squares[octet] += __shfl_xor_sync(0xffffffffu, squares[octet], 2);
+        if (lane % 4 == 0) sums.squares[warp][8 * octet + line] = squares[octet];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          sums.products[warp][16 * g + i / 2 * 8 + line][lane % 4 * 2 + i % 2] = products[g][i];
+        for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            sums.products[warp][16 * g + i / 2 * 8 + line][8 * octet + lane % 4 * 2 + i % 2] =
+                products[octet][g][i];
+      }
       __syncthreads();
       if (threadIdx.x < 16 * MOST_ROWS)
         write(sums, first, gain != nullptr, eps, more, more_row, rows, out);
@@ -158,8 +120,8 @@ struct Product {
   }
 };
 
-// The logits of one row: each warp has 16 columns of its own.
-template <typename T, int INPUTS, int COLUMNS, int KIND, int WARPS>
+// The logits of all rows: each warp has 16 columns of its own.
+template <typename T, int INPUTS, int COLUMNS, int WARPS>
 struct Head {
   static constexpr int STEPS = (INPUTS + 31) / 32, CHUNK = 8;
 
@@ -186,45 +148,43 @@ struct Head {
     fetch_chunk(0);
   }
 
-  // Rerotations the best of the columns, to the first thread. `normed` [INPUTS] is the block's.
-  __device__ Best run(const T* x, const T* gain, float eps, T* normed, const int* ids,
-                      const unsigned* words, int blocks, T* out) {
-    const Rule rule(words);
-    Best best;
-    float squares = 0.0f;
-    for (int i = 8 * threadIdx.x; i < INPUTS; i += 8 * WARPS * 32) {
-      const Run<T> own = read_run(x + i, true);
-#pragma unroll
-      for (int k = 0; k < 8; k++) squares += float(own.at[k]) * float(own.at[k]);
-    }
-    const float factor = rsqrtf(sum_block<WARPS>(squares) / INPUTS + eps);
-    for (int i = threadIdx.x; i < INPUTS; i += WARPS * 32)
-      normed[i] = T(float(x[i]) * factor * float(gain[i]));
-    __syncthreads();
+  // Of x [rows, INPUTS], normed.
+  __device__ void run(const T* x, const T* gain, float eps, int rows, int blocks, T* out) {
     const int lane = threadIdx.x % 32, line = lane / 4;
     for (; 16 * unit < COLUMNS; unit += WARPS * blocks, fetch_chunk(0)) {
-      float products[4] = {};
+      float products[OCTETS][4] = {}, squares[OCTETS] = {};
       for (int first = 0; first < STEPS; first += CHUNK) {
         if (first > 0) fetch_chunk(first);
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-          const int at = (first + i) * 32 + lane % 4 * 8;
-          const Run<T> row = read_run(normed + at, at < INPUTS && line == 0);
-          add_products(products, weights[i][0], weights[i][1], row);
+        for (int octet = 0; octet < OCTETS; octet++) {
+          if (8 * octet >= rows) break;
+#pragma unroll
+          for (int i = 0; i < CHUNK; i++) {
+            const int at = (first + i) * 32 + lane % 4 * 8, own = 8 * octet + line;
+            Run<T> row = read_run(x + own * INPUTS + at, at < INPUTS && own < rows);
+            squares[octet] += norm_run(row, read_run(gain + at, at < INPUTS));
+            add_products(products[octet], weights[i][0], weights[i][1], row);
+          }
         }
       }
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int column = 16 * unit + 8 * j + line;
-        if (lane % 4 > 0 || column >= COLUMNS) continue;
-        const T logit = T(products[2 * j]);
-        out[column] = logit;
-        float noise = 0.0f;
-        if constexpr (KIND == 1)
-          noise = rule.temperature * gumbel_of(rule.bits_of(unsigned(ids[column])));
-        best.add(float(logit) + noise, column);
+      for (int octet = 0; octet < OCTETS; octet++) {
+        float sum = squares[octet];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float factor = rsqrtf(sum / INPUTS + eps);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int place = lane % 4 * 2 + i, row = 8 * octet + place;
+          const float of_row = __shfl_sync(0xffffffffu, factor, 4 * place);
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const int column = 16 * unit + 8 * j + line;
+            if (row < rows && column < COLUMNS)
+              out[long(row) * COLUMNS + column] = T(products[octet][2 * j + i] * of_row);
+          }
+        }
       }
     }
-    return find_best_of_block<WARPS>(best);
   }
 };

@@ -1,20 +1,26 @@
-// A chain of draft tokens by blocks that stay on the device until the last one; see persistent.py.
+// Branches of draft tokens by blocks that stay on the device until the last one; see persistent.py.
 //
 // A pass is a list of steps, each divided among all blocks, which wait for each other in between.
 
-constexpr int MOST_DEPTHS = 16;  // of a chain
+constexpr int MOST_DEPTHS = 16;  // of a branch
 constexpr int MOST_PARTS = 16;   // of the keys, each with a block of its own
 constexpr int PART_STEP = 128;   // a part's keys are a multiple of it
 constexpr int ALONE = 256;       // keys that one block takes, if there are no more
-constexpr int MOST_BLOCKS = 1024;
+constexpr int NAMED = 8;  // tokens after each branch
 constexpr int MOST_SPINS = 1 << 20;
 
-// Words of a call, in the host's memory and then on the device: the depths done before, the number
-// of rows, their first slot, the number of depths; the rows' tokens, and the rule of each depth.
-constexpr int CALLED = 0, COUNT = 1, FIRST = 2, DEPTHS = 3, FED = 4;
-constexpr int RULES = FED + MOST_ROWS, CALL_WORDS = RULES + MOST_DEPTHS * RULE_WORDS;
-// Words of the answer: the depths done in all calls, then each one's token and confidence.
-constexpr int DONE = 128, DRAFTED = DONE + 2;
+// Words of a call, in the host's memory and then on the device: the depths done before; of the trunk
+// how many tokens are fed, and the slot of the first; how many branches and depths; the position
+// that the first rule is for; the trunk's tokens and then the first of each branch; the last slot of
+// the trunk before each branch; the rule of each position. Without branches each token of the trunk
+// is the first of one.
+constexpr int CALLED = 0, COUNT = 1, FIRST = 2, BRANCHES = 3, DEPTHS = 4, ORIGIN = 5, FED = 6;
+constexpr int FORKS = FED + MOST_ROWS + MOST_ROWS, RULES = FORKS + MOST_ROWS;
+constexpr int MOST_RULES = 48;
+constexpr int CALL_WORDS = RULES + MOST_RULES * RULE_WORDS;
+// Words of the answer: the depths done in all calls, then the tokens after each branch at each
+// depth, the most likely first, and their confidences.
+constexpr int DONE = 352, FOUND = 368, FOUND_WORDS = NAMED + NAMED;
 
 template <typename T>
 struct Layer {
@@ -34,14 +40,14 @@ struct Scratch {
   static constexpr int ALL = HEADS + 2 * KV_HEADS;
   unsigned long long arrived;  // blocks at all barriers so far
   unsigned call[CALL_WORDS];
-  Best best[MOST_BLOCKS];  // of each block's columns
+  float found[MOST_ROWS][FOUND_WORDS];
   float rotations[MOST_ROWS][D / 2][2];  // cosine and sine of the rows' angles
   alignas(16) float parts[MOST_PARTS * MOST_ROWS * HEADS * Part<D>::NUMBERS];
   alignas(16) T x[MOST_ROWS * WIDTH];
   alignas(16) T qkv[MOST_ROWS * ALL * D];
   alignas(16) T attended[MOST_ROWS * HEADS * D];
   alignas(16) T gated[MOST_ROWS * HIDDEN];
-  alignas(16) T logits[COLUMNS];
+  alignas(16) T logits[MOST_ROWS * COLUMNS];
 };
 
 // A barrier of all blocks, after which each sees what the others have written. False if one of them
@@ -64,9 +70,19 @@ __device__ inline bool sync_grid(unsigned long long* arrived, int blocks) {
   return arrived_all;
 }
 
-struct Causal {
-  int start;
-  __device__ bool operator()(int row, int key) const { return key <= start + row; }
+// Rows that are computed together, with neighbouring slots: first some of the trunk, then one of
+// each branch. The branches' slots are `scratch` and those after it, in turn.
+struct Pass {
+  int depth;  // -1: none of the branches
+  int rows, of_trunk, headed, slot, scratch, stride;  // headed: the first whose next tokens are named
+  const unsigned* forks;
+
+  __device__ bool operator()(int row, int key) const {  // whether it sees that slot
+    if (row < of_trunk) return key <= slot + row;
+    const int branch = row - of_trunk;
+    const bool shared = key <= int(forks[branch]);
+    return shared || (key >= scratch && ((key - scratch) & (stride - 1)) == branch);
+  }
 };
 
 template <typename T, int D, int HEADS, int KV_HEADS, int ROTATED, int WIDTH, int HIDDEN,
@@ -108,7 +124,6 @@ struct Drafting {
     typename Gated::Sums sums;
     typename Narrow::Sums narrow;
     Left<D, WARPS> left;
-    alignas(16) T normed[WIDTH];
   };
 
   Memory& memory;
@@ -152,7 +167,8 @@ struct Drafting {
 
   // Rotates a tile's queries, and this part's new keys, which are stored with their values; then
   // attends. A new key is stored by each block that reads it, since none waits for another.
-  __device__ void attend(const Layer<T>& layer, int rows, int start, int parts, int length) const {
+  __device__ void attend(const Layer<T>& layer, const Pass& pass, int parts, int length) const {
+    const int rows = pass.rows, start = pass.slot;
     const int tiles = (rows * GROUP + TILE - 1) / TILE, warp = threadIdx.x / 32;
     share(KV_HEADS * tiles * parts, [&](int unit) {
       const int part = unit % parts, tile = unit / parts % tiles, head = unit / parts / tiles;
@@ -176,19 +192,19 @@ struct Drafting {
                         own.parts + (long(part) * rows * HEADS + head * GROUP) * Part<D>::NUMBERS};
       attend_tile<T, D, WARPS, GROUP>(memory.left, queries - long(TILE) * tile * D, D, GROUP * D,
                                       1, layer.keys + of_head, D, layer.values + of_head, D,
-                                      Causal{start}, rows, tile, first, end, scale, found);
+                                      pass, rows, tile, first, end, scale, found);
     });
   }
 
   // Attends, in parts if there are many keys; false if the barrier fails.
   template <typename Sync>
-  __device__ bool attend_all(const Layer<T>& layer, int rows, int start, const Sync& sync) const {
-    const int keys = start + rows;
+  __device__ bool attend_all(const Layer<T>& layer, const Pass& pass, const Sync& sync) const {
+    const int rows = pass.rows, keys = pass.slot + rows;
     const int wanted = keys <= ALONE ? 1 : min((keys + PART_STEP - 1) / PART_STEP, MOST_PARTS);
     const int share_of = (keys + wanted - 1) / wanted;
     const int length = (share_of + PART_STEP - 1) / PART_STEP * PART_STEP;
     const int parts = (keys + length - 1) / length;
-    attend(layer, rows, start, parts, length);
+    attend(layer, pass, parts, length);
     if (parts == 1) return true;
     if (!sync()) return false;
     constexpr int NUMBERS = Part<D>::NUMBERS;
@@ -202,10 +218,11 @@ struct Drafting {
   // Runs one layer, whose first weights are fetched, and fetches `next`, those of the next one, if
   // there is one; false if the barrier fails.
   template <typename Sync>
-  __device__ bool run_layer(const Layer<T>& layer, Narrow& narrow, int rows, int start,
-                            const T* next, const Sync& sync) const {
+  __device__ bool run_layer(const Layer<T>& layer, Narrow& narrow, const Pass& pass, const T* next,
+                            const Sync& sync) const {
+    const int rows = pass.rows;
     narrow.run(memory.narrow, own.x, layer.gain, eps, layer.bias, 0, rows, blocks, own.qkv);
-    if (!sync() || !attend_all(layer, rows, start, sync)) return false;
+    if (!sync() || !attend_all(layer, pass, sync)) return false;
     Attended output;
     output.fetch(layer.output, WIDTH, block);
     if (!sync()) return false;
@@ -224,72 +241,106 @@ struct Drafting {
     return next == nullptr || sync();
   }
 
-  __device__ const unsigned* rule_of(int depth) const {
-    return own.call + RULES + depth * RULE_WORDS;
+  __device__ Pass pass_of(int depth) const {
+    const unsigned* call = own.call;
+    const int fed = call[COUNT], branches = call[BRANCHES], first = call[FIRST];
+    int stride = 1;
+    while (stride < branches) stride *= 2;
+    const bool both = depth == 0 && fed + branches <= MOST_ROWS;
+    const int of_trunk = depth < 0 || both ? fed : 0;
+    const int slot = of_trunk > 0 ? first : first + fed + depth * stride;
+    const int rows = of_trunk + (depth < 0 ? 0 : branches);
+    const int headed = depth < 0 ? rows : branches > 0 ? of_trunk : 0;
+    return Pass{depth, rows, of_trunk, headed, slot, first + fed, stride, call + FORKS};
   }
 
-  // One block reads the call, or tells the token after the last depth; then it embeds the tokens
-  // and finds the angles of their positions.
-  __device__ void begin(unsigned* box, int depth) const {
-    if (depth == 0) {
-      for (int i = threadIdx.x; i < CALL_WORDS; i += WARPS * 32)
-        own.call[i] = static_cast<volatile unsigned*>(box)[i];
-    } else {
-      __shared__ int token;
-      __shared__ float named, sure;
-      if constexpr (KIND == 2) {
-        guess_tokens<1, KIND, WARPS>(Row<T>{own.logits, 1}, COLUMNS, ends.ids, rule_of(depth - 1),
-                                     &token, &named, &sure);
-      } else {
-        Best best;
-        for (int at = threadIdx.x; at < blocks; at += WARPS * 32) best.add(own.best[at]);
-        best = find_best_of_block<WARPS>(best);
-        if (threadIdx.x == 0) token = ends.ids[column_of(best.rank)], sure = best.share();
-      }
-      if (threadIdx.x == 0) {
-        volatile unsigned* to = box;
-        own.call[FED] = token;
-        to[DRAFTED + 2 * depth] = token;
-        to[DRAFTED + 2 * depth + 1] = __float_as_uint(sure);
-        __threadfence_system();
-        to[DONE] = own.call[CALLED] + depth;
-      }
-    }
-    __syncthreads();
-    const int fed = own.call[COUNT], rows = depth == 0 ? fed : 1;
-    const int start = own.call[FIRST] + (depth == 0 ? 0 : fed + depth - 1);
-    for (int i = threadIdx.x; i < rows * (ROTATED / 2); i += WARPS * 32) {
-      const int row = i / (ROTATED / 2), pair = i % (ROTATED / 2);
+  // Embeds a row, and finds the angles of its position.
+  __device__ void place(int row, long token, int position) const {
+    for (int pair = threadIdx.x; pair < ROTATED / 2; pair += WARPS * 32) {
       float* rotation = own.rotations[row][pair];
-      sincosf(float(start + row) * speeds[pair], rotation + 1, rotation);
+      sincosf(float(position) * speeds[pair], rotation + 1, rotation);
     }
-    for (int i = 8 * threadIdx.x; i < rows * WIDTH; i += 8 * WARPS * 32) {
-      const long token = own.call[FED + i / WIDTH];
-      write_run(own.x + i, read_run(ends.embedding + token * WIDTH + i % WIDTH, true));
+    for (int i = 8 * threadIdx.x; i < WIDTH; i += 8 * WARPS * 32)
+      write_run(own.x + row * WIDTH + i, read_run(ends.embedding + token * WIDTH + i, true));
+  }
+
+  // Embeds the rows of a pass, whose tokens are those of the call.
+  __device__ void begin(const Pass& pass) const {
+    share(pass.rows, [&](int row) {
+      const int branch = row - pass.of_trunk;
+      const unsigned* tokens = own.call + FED + (branch < 0 ? 0 : int(own.call[COUNT]));
+      if (branch < 0)
+        place(row, tokens[row], pass.slot + row);
+      else
+        place(row, tokens[branch], own.call[FORKS + branch] + 1);
+    });
+  }
+
+  // Names the tokens after each branch, and embeds the likeliest for the next pass.
+  __device__ void choose(const Pass& pass) const {
+    share(pass.rows - pass.headed, [&](int branch) {
+      __shared__ int token;
+      float* found = own.found[branch];
+      const int position = own.call[FORKS + branch] + 2 + pass.depth;
+      const unsigned* rule = own.call + RULES + (position - int(own.call[ORIGIN])) * RULE_WORDS;
+      const Row<T> logits{own.logits + long(branch) * COLUMNS, 1};
+      guess_tokens<NAMED, KIND, WARPS>(logits, COLUMNS, ends.ids, rule, &token, found,
+                                       found + NAMED);
+      __syncthreads();
+      place(branch, token, position);
+    });
+  }
+
+  // Writes what was found at the depth before into the host's memory.
+  __device__ void tell(int depth, int called, volatile unsigned* box) const {
+    const int count = own.call[BRANCHES] > 0 ? own.call[BRANCHES] : own.call[COUNT];
+    for (int i = threadIdx.x; i < count * FOUND_WORDS; i += WARPS * 32)
+      box[FOUND + (depth - 1) * MOST_ROWS * FOUND_WORDS + i] = __float_as_uint((&own.found[0][0])[i]);
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) box[DONE] = called + depth;
+  }
+
+  // Runs all layers over a pass, whose rows are embedded, and then the head.
+  template <typename Sync>
+  __device__ bool run_pass(const Layer<T>* layers, int count, Narrow& narrow, const Pass& pass,
+                           const Sync& sync) const {
+    for (int at = 0; at < count; at++) {
+      const T* next = at + 1 < count ? layers[at + 1].qkv : nullptr;
+      if (!run_layer(layers[at], narrow, pass, next, sync)) return false;
     }
+    if (pass.headed == pass.rows) return sync();
+    Head<T, WIDTH, COLUMNS, WARPS> head;
+    head.fetch(ends.head, block, blocks);
+    if (!sync()) return false;
+    head.run(own.x + pass.headed * WIDTH, ends.gain, eps, pass.rows - pass.headed, blocks,
+             own.logits);
+    return sync();
   }
 
   __device__ void draft(const Layer<T>* layers, int count, unsigned* box) const {
     const auto sync = [&] { return sync_grid(&own.arrived, blocks); };
-    for (int depth = 0;; depth++) {
-      Narrow narrow;
+    if (block == 0)
+      for (int i = threadIdx.x; i < CALL_WORDS; i += WARPS * 32)
+        own.call[i] = static_cast<volatile unsigned*>(box)[i];
+    Narrow narrow;
+    narrow.fetch(layers[0].qkv, ALL * D, block);
+    if (!sync()) return;
+    const int depths = own.call[DEPTHS], called = own.call[CALLED];
+    int depth = own.call[COUNT] + own.call[BRANCHES] > MOST_ROWS ? -1 : 0;
+    begin(pass_of(depth));
+    while (sync()) {
+      // By the last block, which often has no share of the next step.
+      if (block == blocks - 1 && depth > 0) tell(depth, called, box);
+      if (depth == depths) return;
+      const Pass pass = pass_of(depth);
+      if (!run_pass(layers, count, narrow, pass, sync)) return;
       narrow.fetch(layers[0].qkv, ALL * D, block);
-      if (block == 0) begin(box, depth);
-      if (depth > 0 && depth == int(own.call[DEPTHS])) return;
-      if (!sync()) return;
-      const int fed = own.call[COUNT], rows = depth == 0 ? fed : 1;
-      const int start = own.call[FIRST] + (depth == 0 ? 0 : fed + depth - 1);
-      for (int at = 0; at < count; at++) {
-        const T* next = at + 1 < count ? layers[at + 1].qkv : nullptr;
-        if (!run_layer(layers[at], narrow, rows, start, next, sync)) return;
-      }
-      Head<T, WIDTH, COLUMNS, KIND, WARPS> head;
-      head.fetch(ends.head, block, blocks);
-      if (!sync()) return;
-      const Best best = head.run(own.x + (rows - 1) * WIDTH, ends.gain, eps, memory.normed,
-                                 ends.ids, rule_of(depth), blocks, own.logits);
-      if (threadIdx.x == 0) own.best[block] = best;
-      if (!sync()) return;
+      if (depth < 0)
+        begin(pass_of(0));
+      else
+        choose(pass);
+      depth++;
     }
   }
 };

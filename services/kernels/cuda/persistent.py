@@ -1,9 +1,15 @@
-"""A chain of draft tokens in one launch, on CUDA.
+"""Branches of draft tokens in one launch, on CUDA.
 
 A drafter's pass computes little and waits for its launches: two dozen, 0.9 ms of the host for each
-token. Here one kernel drafts a whole chain. Its blocks stay on the device from the first token to
-the last, and wait for each other where a pass would end one launch and begin the next. It reads the
-call from host memory and writes each token there, so that MLX neither builds nor copies anything.
+token. Here one kernel drafts several branches to their ends. Its blocks stay on the device from the
+first token to the last, and wait for each other where a pass would end one launch and begin the
+next. It reads the call from host memory and writes each token there, so that MLX neither builds nor
+copies anything.
+
+A pass has a row of each branch, and the first one, if there is room, those of the trunk that its
+store still misses. A branch sees the trunk up to its fork, and its own tokens in scratch slots
+after the trunk, where the slots of all branches take turns. A call's only branch may continue the
+trunk.
 
 A block must not wait for one that does not fit on the device: there are as many as multiprocessors.
 Should one be missing all the same, the others give up after a while, and `Unavailable` is raised.
@@ -14,7 +20,7 @@ import importlib
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,14 +35,19 @@ from services.kernels.cuda.kernel import LANES, build
 from services.kernels.cuda.product import Norm
 from services.mlx.launching import launch
 
-MOST_ROWS, MOST_DEPTHS = 8, 16
-"""Tokens that are fed at once, and those drafted after them; as in persistent.cuh."""
-MOST_PARTS, MOST_BLOCKS = 16, 1024
-CALLED, COUNT, FIRST, DEPTHS, FED = range(5)
-RULES = FED + MOST_ROWS
-DONE, DRAFTED = 128, 130
+MOST_ROWS, MOST_DEPTHS = 16, 16
+"""Tokens that are fed at once, or branches, and the tokens of each; as in persistent.cuh."""
+MOST_PARTS = 16
+NAMED = 8
+"""Tokens named after each branch at each depth."""
+CALLED, COUNT, FIRST, BRANCHES, DEPTHS, ORIGIN, FED = range(7)
+FORKS = FED + MOST_ROWS + MOST_ROWS
+RULES = FORKS + MOST_ROWS
+MOST_RULES = 48
+DONE, FOUND = 352, 368
 """Places in the box, as there."""
-_BOX_WORDS = 192
+FOUND_WORDS = NAMED + NAMED
+BOX_WORDS = FOUND + MOST_DEPTHS * MOST_ROWS * FOUND_WORDS
 _WARPS = 8
 _DEADLINE_S = 2.0
 """Longest time until a token."""
@@ -47,14 +58,14 @@ _TEXTS = (
 )  # fmt: skip
 
 _BODY = """
-using Chain = Drafting<T, D, HEADS, KV_HEADS, ROTATED, WIDTH, HIDDEN, COLUMNS, KIND, WARPS>;
-__shared__ Chain::Memory memory;
+using Branches = Drafting<T, D, HEADS, KV_HEADS, ROTATED, WIDTH, HIDDEN, COLUMNS, KIND, WARPS>;
+__shared__ Branches::Memory memory;
 alignas(16) __shared__ T queries[TILE * D];
 const Layer<T> layers[] = {LAYERS};
 const Ends<T> ends = {embedding, gain, head, ids};
 const unsigned long long box = (unsigned long long)(place[1]) << 32 | place[0];
-auto& own = *reinterpret_cast<Chain::Own*>(const_cast<uint32_t*>(scratch));
-Chain{memory, queries, own, ends, speeds, EPS, HEAD_EPS, SCALE, keys0_shape[2], int(blockIdx.x),
+auto& own = *reinterpret_cast<Branches::Own*>(const_cast<uint32_t*>(scratch));
+Branches{memory, queries, own, ends, speeds, EPS, HEAD_EPS, SCALE, keys0_shape[2], int(blockIdx.x),
       int(gridDim.x)}
     .draft(layers, sizeof(layers) / sizeof(layers[0]), reinterpret_cast<unsigned*>(box));
 if (blockIdx.x == 0 && threadIdx.x < 2) done[threadIdx.x] = previous[threadIdx.x];
@@ -77,8 +88,51 @@ class ModelEnds(NamedTuple):
     """[columns] int32, the token id of each column."""
 
 
-class PersistentChain:
-    """Drafts chains by one launch each.
+class DraftCall(NamedTuple):
+    """What is drafted."""
+
+    first: int
+    """Position and slot of the first token after those in the store."""
+    trunk: Tokens
+    """These tokens, up to `MOST_ROWS`."""
+    roots: Tokens
+    """The first token of each branch, up to `MOST_ROWS`; without any each of the trunk's is one."""
+    forks: Sequence[int]
+    """The last slot of the trunk before each branch."""
+    depths: int
+    """Tokens to be chosen in each branch, up to `MOST_DEPTHS`."""
+
+    @property
+    def origin(self) -> int:
+        """Position of the first token to be chosen."""
+        return 2 + min(self.forks)
+
+    @property
+    def continues_trunk(self) -> bool:
+        """True if the only branch follows the trunk's last token, so that its slots do, too."""
+        return len(self.roots) == 1 and self.forks[0] == self.first + len(self.trunk) - 1
+
+    @property
+    def positions(self) -> int:
+        """Number of positions for which tokens are chosen, up to `MOST_RULES`."""
+        return max(self.forks) - min(self.forks) + self.depths
+
+    @property
+    def slots(self) -> int:
+        """Slots that it needs, the store's included."""
+        stride = 1 << max(0, len(self.roots) - 1).bit_length()
+        return self.first + len(self.trunk) + stride * self.depths
+
+
+class Named(NamedTuple):
+    """Tokens that may follow, the most likely first."""
+
+    tokens: Tokens
+    confidences: list[float]
+
+
+class PersistentKernel:
+    """Drafts branches by one launch for all of them.
 
     Args:
         blocks: all blocks of the model.
@@ -90,70 +144,70 @@ class PersistentChain:
         self, blocks: Sequence[BlockKernels], ends: ModelEnds, box: npt.NDArray[np.uint32]
     ) -> None:
         self._blocks, self._ends, self._box = blocks, ends, box.data.cast("B").cast("I")
+        self._words = box.view(np.float32)
         self._place = mx.array(np.array(pinned.address_of(box), np.uint32))
         self._scratch = mx.zeros(self._count_words(), mx.uint32)
         self._previous = mx.zeros(2, mx.int32)
         mx.eval(self._scratch, self._previous)
         self._replays: dict[int, Any] = {}
-        self._asked = 0
+        self._asked = self._depths = 0
 
-    def draft(
+    def start(
         self,
         buffers: Sequence[tuple[mx.array, mx.array]],
-        first: int,
-        tokens: Tokens,
+        call: DraftCall,
         rules: npt.NDArray[np.uint32],
         kind: int,
-    ) -> Iterator[tuple[int, float]]:
-        """Yield the token of each depth, and its confidence, as soon as it is chosen.
+    ) -> None:
+        """Begin to draft; `read` has the tokens.
 
         Args:
             buffers: keys and values of each layer, [1, kv heads, slots, size], written in place:
-                these tokens and the drafted ones but the last go to slots from `first` on.
-            first: position and slot of the first of the tokens.
-            tokens: those fed after the ones before, up to `MOST_ROWS`.
-            rules: [depths, WORDS] of the tokens to be chosen, up to `MOST_DEPTHS`.
+                the trunk's tokens in their slots, and all but the last of each branch after them.
+            call: what is drafted.
+            rules: [positions, WORDS] of the tokens to be chosen, from `call.origin` on.
             kind: of the rules (`sampling.guess`).
 
         Raises:
             Unavailable: the device does not answer.
         """
-        self._await(0)  # an abandoned chain may not have read its call
-        depths, box = len(rules), self._box
-        box[COUNT], box[FIRST], box[DEPTHS] = len(tokens), first, depths
-        box[CALLED] = self._asked
-        for at, token in enumerate(tokens, FED):
-            box[at] = token
-        words = rules.ravel().tolist()
-        struct.pack_into(f"{len(words)}I", box, 4 * RULES, *words)
-        self._asked = (self._asked + depths) % 2**32
+        self._await(0)  # an abandoned draft may not have read its call
+        self._box[CALLED] = self._asked
+        write_call(self._box, call, rules)
+        self._asked = (self._asked + call.depths) % 2**32
+        self._depths = call.depths
         if kind not in self._replays:
             self._replays[kind] = mx.compile(partial(self._launch, kind))
         keys, values = map(list, zip(*buffers, strict=True))
         self._previous = self._replays[kind](keys, values, self._previous)
         launch(self._previous)
-        for at in range(1, depths + 1):
-            self._await(depths - at)
-            word = DRAFTED + 2 * at
-            yield box[word], struct.unpack_from("f", box, 4 * word + 4)[0]
+
+    def read(self, depth: int, branches: int) -> list[Named]:
+        """Return what is named after each branch at this depth; `branches` is their number."""
+        self._await(self._depths - 1 - depth)
+        first = FOUND + FOUND_WORDS * MOST_ROWS * depth
+        words = self._words[first : first + FOUND_WORDS * branches].reshape(branches, 2, NAMED)
+        tokens, confidences = words[:, 0].astype(np.int64).tolist(), words[:, 1].tolist()
+        return [Named(*pair) for pair in zip(tokens, confidences, strict=True)]
 
     def _await(self, left: int) -> None:
-        """Wait until at most `left` of the requested tokens are missing."""
+        """Wait until at most `left` of the requested depths are missing."""
         box, asked = self._box, self._asked
         ends = time.perf_counter() + _DEADLINE_S
         while (asked - box[DONE]) % 2**32 > left:
             if time.perf_counter() > ends:
-                raise Unavailable(f"no token of a chain came within {_DEADLINE_S} s")
+                raise Unavailable(f"no token of a draft came within {_DEADLINE_S} s")
 
     def _count_words(self) -> int:
         """Return the size of `Scratch` in persistent.cuh, or a little more."""
         heads, weights, ends = self._blocks[0].heads, self._blocks[0].weights, self._ends
         width, hidden = ends.embedding.shape[1], weights.down.shape[1]
         row = width + weights.qkv.shape[0] + heads.heads * heads.size + hidden
-        numbers = MOST_ROWS * row + ends.ids.size
+        numbers = MOST_ROWS * (row + ends.ids.size)
         parts = MOST_PARTS * MOST_ROWS * heads.heads * (heads.size + 2)
-        rotations, best = MOST_ROWS * heads.size, 4 * MOST_BLOCKS
-        return _BOX_WORDS + best + rotations + parts + -(-numbers * ends.head.dtype.size // 4)
+        rotations = MOST_ROWS * heads.size
+        found = MOST_ROWS * FOUND_WORDS
+        return FOUND + found + rotations + parts + -(-numbers * ends.head.dtype.size // 4)
 
     def _launch(
         self, kind: int, keys: list[mx.array], values: list[mx.array], previous: mx.array
@@ -197,9 +251,19 @@ class PersistentChain:
         return done
 
 
+def write_call(box: Any, call: DraftCall, rules: npt.NDArray[np.uint32]) -> None:
+    """Write a call and the rules of its positions into the words of a box."""
+    box[COUNT], box[FIRST], box[ORIGIN] = len(call.trunk), call.first, call.origin
+    box[BRANCHES], box[DEPTHS] = len(call.roots), call.depths
+    tokens, words = [*call.trunk, *call.roots], rules.ravel().tolist()
+    for at, word in (*enumerate(tokens, FED), *enumerate(call.forks, FORKS)):
+        box[at] = word
+    struct.pack_into(f"{len(words)}I", box, 4 * RULES, *words)
+
+
 def open_box() -> npt.NDArray[np.uint32]:
     """Return the words of a box; raises OSError if there is no such memory here."""
-    return pinned.allocate(4 * _BOX_WORDS).view(np.uint32)
+    return pinned.allocate(4 * BOX_WORDS).view(np.uint32)
 
 
 @functools.cache
@@ -210,4 +274,4 @@ def count_blocks() -> int:
     status, count = runtime.cudaDeviceGetAttribute(kind, 0)
     if int(status):
         raise OSError(f"the number of multiprocessors is unknown: {status}")
-    return min(int(count), MOST_BLOCKS)
+    return int(count)

@@ -26,14 +26,14 @@ __device__ inline unsigned long long highest_of(unsigned long long rank) {
 // exponentials. WIDTH is at most `head`.
 template <int WIDTH, int WARPS, typename Values>
 __device__ void find_best(const Values& values, int head, float* out) {
-  constexpr int HELD = WIDTH < 4 ? WIDTH : 4, STRIDE = 32 * WARPS;
+  constexpr int HELD = WIDTH < 4 ? WIDTH : 4, STRIDE = 32 * WARPS, FETCHED = WARPS > 8 ? 8 : 32;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   __shared__ unsigned long long found[2][WARPS];
   __shared__ float maxima[WARPS], sums[WARPS];
 
   unsigned long long held[HELD] = {};
   float highest = -1e30f, sum = 0.0f;
-  visit_columns<STRIDE>(values, head, [&](float value, int column) {
+  visit_columns<STRIDE, FETCHED>(values, head, [&](float value, int column) {
     const float top = fmaxf(highest, value);
     sum = sum * expf(highest - top) + expf(value - top);
     highest = top;

@@ -39,12 +39,22 @@ struct Index {
 void __syncthreads() { host::all.wait(); }
 
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int lane) {
+T exchange(T value, int from) {
   static thread_local T exchanged[2][THREADS];
   auto& place = exchanged[host::exchange_place()];
   place[threadIdx.x] = value;
   host::await_lanes();
-  return place[threadIdx.x ^ lane];
+  return place[from];
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lane) {
+  return exchange(value, threadIdx.x ^ lane);
+}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return exchange(value, threadIdx.x / LANES * LANES + lane);
 }
 
 bool __any_sync(unsigned all, bool value) {

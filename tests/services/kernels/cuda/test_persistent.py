@@ -1,4 +1,4 @@
-"""Chains of draft tokens by one launch: the source run on the host, beside the model itself."""
+"""Branches of draft tokens by one launch: the source run on the host, beside the model itself."""
 
 import re
 from pathlib import Path
@@ -15,19 +15,24 @@ from mlx_lm.models.cache import KVCache
 from protocol.messages import Sampling
 from services.kernels.cuda import persistent
 from services.kernels.cuda.persistent import (
+    BOX_WORDS,
+    BRANCHES,
     CALLED,
     COUNT,
     DEPTHS,
     DONE,
-    DRAFTED,
     FED,
     FIRST,
+    FOUND,
     MOST_DEPTHS,
     MOST_ROWS,
+    NAMED,
     RULES,
+    DraftCall,
     ModelEnds,
-    PersistentChain,
+    PersistentKernel,
     Unavailable,
+    write_call,
 )
 from services.kernels.cuda.product import Norm
 from services.kernels.cuda.rotate import Heads
@@ -101,19 +106,37 @@ def _pad(cache: KVCache, slots: int) -> list[npt.NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "length", "fed"), [(1, 5, 1), (3, 20, 8), (2, 250, 8), (3, 600, 2)]
+    ("blocks", "length", "fed", "forks"),
+    [
+        (1, 5, 0, [4]),
+        (3, 20, 7, [26]),
+        (2, 250, 3, [249, 251, 252, 252, 250]),  # in one pass with the trunk's rows
+        (3, 600, 8, [607, 606, 600, 607, 605, 599, 604, 607]),  # in one after them
+        (4, 30, 0, [29, 28, 29]),
+        (2, 40, 8, []),
+    ],
 )
 def test_drafts_what_the_model_does(
-    kernel: tuple[Case, Path], blocks: int, length: int, fed: int
+    kernel: tuple[Case, Path], blocks: int, length: int, fed: int, forks: list[int]
 ) -> None:
     """After texts whose keys one block takes, and several: the tokens, their confidences, and the
     keys and values that later passes find."""
     (family, size, kind), program = kernel
-    model, depths, slots = _build(family, size), 4, 640
+    model, depths, slots = _build(family, size), 4 if forks else 1, 640
     random = np.random.default_rng(length)
-    text, tokens = random.integers(0, _VOCABULARY, length), random.integers(0, _VOCABULARY, fed)
-    ids, after = np.arange(_COLUMNS)[::-1] + 20, length + fed
-    positions = list(range(after, after + depths))
+    text, trunk, roots = (
+        random.integers(0, _VOCABULARY, count) for count in (length, fed, len(forks))
+    )
+    ids = np.arange(_COLUMNS)[::-1] + 20
+    if not forks:
+        roots, forks = trunk, list(range(length - 1, length + fed - 1))
+    call = DraftCall(
+        length, trunk.tolist(), [] if roots is trunk else roots.tolist(), forks, depths
+    )
+    words = np.zeros(BOX_WORDS, np.uint32)
+    words[CALLED] = 0xFFFFFFFE
+    positions = range(call.origin, call.origin + call.positions)
+    write_call(words.data.cast("B").cast("I"), call, write_rules(positions, _KINDS[kind]))
     caches = [KVCache() for _ in range(_LAYERS)]
     model(mx.array(text)[None], cache=caches)
     arrays = [
@@ -123,28 +146,35 @@ def test_drafts_what_the_model_does(
     ]
     speeds = 10000.0 ** (-np.arange(0, size, 2) / size)
     ends = [model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight]
-    shape = [blocks, slots, length, fed, depths, _VOCABULARY, family == "qwen3"]
-    words = halve_words(write_rules(positions, _KINDS[kind]))
-    found = run_kernel(program, shape, speeds, *arrays, *ends, ids, tokens, words)
+    shape = [blocks, slots, _VOCABULARY, DONE, family == "qwen3"]
+    inputs = shape, speeds, *arrays, *ends, ids, halve_words(words[:DONE])
+    size_of_scratch, *parts = np.split(run_kernel(program, *inputs), [1, 1 + BOX_WORDS - FOUND])
+    found = parts[0].reshape(MOST_DEPTHS, MOST_ROWS, 2, NAMED)
 
-    expected, following = [], tokens
-    for position in positions:
-        logits = np.array(model(mx.array(following)[None], cache=caches)[0, -1:])
-        # Without filters every token is a candidate.
-        best = candidates.best_of(logits, _COLUMNS if kind == DRAWN else CANDIDATES, ids)
-        top = candidates.perturb(best, [position], _KINDS[kind])
-        expected.append((int(top.ids[0, 0]), *top.confidences(0, 1)))
-        following = top.ids[0, :1]
-    size_of_scratch, *found = np.split(found, [1, 1 + 2 * depths])
-    drafted, stored = found[0].reshape(depths, 2), found[1]
-    assert drafted[:, 0].tolist() == [token for token, _ in expected]
-    assert drafted[:, 1] == pytest.approx([share for _, share in expected], rel=1e-3)
-    assert len({token for token, _ in expected}) > 1
-    held = np.concatenate([array.ravel() for cache in caches for array in _pad(cache, slots)])
-    assert np.allclose(stored, held, atol=2e-4)
+    followers = set[int]()
+    for branch, (root, fork) in enumerate(zip(roots, forks, strict=True)):
+        following = np.array([*[*text, *trunk][: fork + 1], root])
+        caches = [KVCache() for _ in range(_LAYERS)]
+        for depth in range(depths):
+            logits = np.array(model(mx.array(following)[None], cache=caches)[0, -1:])
+            # Without filters every token is a candidate.
+            best = candidates.best_of(logits, _COLUMNS if kind == DRAWN else CANDIDATES, ids)
+            top = candidates.perturb(best, [fork + 2 + depth], _KINDS[kind])
+            named, shares = found[depth, branch]
+            likely = np.array(top.confidences(0, NAMED)) > 1e-6
+            assert named[likely].tolist() == top.ids[0, :NAMED][likely].tolist()
+            assert shares == pytest.approx(top.confidences(0, NAMED), rel=1e-3, abs=1e-6)
+            following = top.ids[0, :1]
+            followers.add(int(following[0]))
+    assert len(followers) > 1
+    if len(forks) == 1:  # the slots of a trunk that goes on
+        held = np.concatenate([array.ravel() for cache in caches for array in _pad(cache, slots)])
+        assert np.allclose(parts[1], held, atol=2e-4)
     blocks_of_model = [_kernels_of(size, mx.float32)] * _LAYERS
-    chain = PersistentChain(blocks_of_model, _ends_of(mx.float32), np.zeros(192, np.uint32))
-    assert size_of_scratch <= chain._scratch.nbytes < 1.02 * size_of_scratch
+    drafting = PersistentKernel(
+        blocks_of_model, _ends_of(mx.float32), np.zeros(BOX_WORDS, np.uint32)
+    )
+    assert size_of_scratch <= drafting._scratch.nbytes < 1.02 * size_of_scratch
 
 
 # ---------------------------------------------------------------- the calls
@@ -167,45 +197,61 @@ class Device:
     """Answers the calls in a box: each token is one more than the one before."""
 
     def __init__(self) -> None:
-        self.box = np.zeros(192, np.uint32)
-        self.chain = PersistentChain([_kernels_of(64, mx.float16)], _ends_of(mx.float16), self.box)
-        self.chain._replays[GREEDY] = self.run
+        self.box = np.zeros(BOX_WORDS, np.uint32)
+        self.drafting = PersistentKernel(
+            [_kernels_of(64, mx.float16)], _ends_of(mx.float16), self.box
+        )
+        self.drafting._replays[GREEDY] = self.run
         self.answers = True
 
     def run(self, keys: list[mx.array], values: list[mx.array], previous: mx.array) -> mx.array:
         """Draft as the kernel is asked to."""
         assert len(keys) == len(values) == 1
-        count, depths = int(self.box[COUNT]), int(self.box[DEPTHS])
-        last = int(self.box[FED + count - 1])
-        for depth in range(1, 1 + depths if self.answers else 1):
-            self.box[DRAFTED + 2 * depth] = last + depth
-            share = np.float32(int(self.box[RULES + WORDS * (depth - 1)]) / 8)
-            self.box[DRAFTED + 2 * depth + 1] = share.view(np.uint32)
-            self.box[DONE] = (int(self.box[CALLED]) + depth) % 2**32
+        count, branches, depths = (int(self.box[at]) for at in (COUNT, BRANCHES, DEPTHS))
+        shape = MOST_DEPTHS, MOST_ROWS, 2, NAMED
+        found = self.box[FOUND:].view(np.float32).reshape(shape)
+        for depth in range(depths if self.answers else 0):
+            for branch in range(branches):
+                root = int(self.box[FED + count + branch])
+                found[depth, branch, 0] = root + depth + np.arange(1, 1 + NAMED)
+                found[depth, branch, 1] = int(self.box[RULES + WORDS * depth]) / 8
+            self.box[DONE] = (int(self.box[CALLED]) + depth + 1) % 2**32
         return previous + 0
 
-    def draft(self, tokens: list[int], depths: int) -> list[tuple[int, float]]:
-        """Ask for a chain."""
+    def draft(self, trunk: list[int], roots: list[int], depths: int) -> list[Any]:
+        """What is found of each branch at each depth."""
         buffers = [(mx.zeros((1, _KV_HEADS, 256, 64)),) * 2]
         rules = np.tile(np.arange(1, 1 + depths, dtype=np.uint32)[:, None], WORDS)
-        return list(self.chain.draft(buffers, 7, tokens, rules, GREEDY))
+        call = DraftCall(7, trunk, roots, [6 + len(trunk)] * len(roots), depths)
+        self.drafting.start(buffers, call, rules, GREEDY)
+        return [self.drafting.read(depth, len(roots)) for depth in range(depths)]
 
 
-@pytest.mark.parametrize("tokens", [[5], list(range(40, 40 + MOST_ROWS))])
-def test_calls_and_answers(tokens: list[int]) -> None:
+@pytest.mark.parametrize("trunk", [[], list(range(40, 40 + MOST_ROWS))])
+def test_calls_and_answers(trunk: list[int]) -> None:
     device = Device()
-    for depths in (1, 3, MOST_DEPTHS):
-        expected = [(tokens[-1] + depth, depth / 8) for depth in range(1, 1 + depths)]
-        assert device.draft(tokens, depths) == expected
+    for depths, roots in ((1, [5]), (3, [9, 3]), (MOST_DEPTHS, list(range(60, 60 + MOST_ROWS)))):
+        expected = [
+            [(list(range(first, first + NAMED)), [depth / 8] * NAMED) for first in firsts]
+            for depth in range(1, 1 + depths)
+            for firsts in [[root + depth for root in roots]]
+        ]
+        assert device.draft(trunk, roots, depths) == expected
         assert device.box[FIRST] == 7
 
 
-def test_the_count_of_tokens_may_overflow() -> None:
+def test_the_slots_of_a_call() -> None:
+    """The branches' slots take turns, so many that a shift finds a slot's branch."""
+    for roots, taken in ((0, 4), (1, 4), (2, 8), (5, 32), (MOST_ROWS, 64)):
+        assert DraftCall(10, [1, 2, 3], [5] * roots, [12] * roots, 4).slots == 13 + taken
+
+
+def test_the_count_of_depths_may_overflow() -> None:
     device = Device()
-    device.chain._asked = 2**32 - 2
+    device.drafting._asked = 2**32 - 2
     device.box[DONE] = 2**32 - 2
     for _ in range(2):
-        assert [token for token, _ in device.draft([5], 3)] == [6, 7, 8]
+        assert [found[0][0][0] for found in device.draft([], [5], 3)] == [6, 7, 8]
     assert device.box[DONE] == 4
 
 
@@ -214,10 +260,10 @@ def test_a_device_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     device.answers = False
     with pytest.raises(Unavailable, match="no token"):
-        device.draft([5], 3)
+        device.draft([], [5], 3)
     device.answers = True
     with pytest.raises(Unavailable):  # it may still write the last answers
-        device.draft([5], 3)
+        device.draft([], [5], 3)
 
 
 def test_both_languages_have_the_same_places() -> None:
@@ -230,6 +276,6 @@ def test_both_languages_have_the_same_places() -> None:
         if hasattr(persistent, name):
             terms = value.split(" + ")
             places[name] = sum(int(term) if term.isdigit() else places[term] for term in terms)
-    assert {"MOST_ROWS", "MOST_DEPTHS", "MOST_PARTS", "MOST_BLOCKS"} < places.keys()
-    assert {"CALLED", "COUNT", "FIRST", "DEPTHS", "FED", "RULES", "DONE", "DRAFTED"} < places.keys()
+    assert {"MOST_ROWS", "MOST_DEPTHS", "MOST_PARTS", "NAMED"} < places.keys()
+    assert {"CALLED", "BRANCHES", "ORIGIN", "FORKS", "RULES", "DONE", "FOUND"} < places.keys()
     assert places == {name: getattr(persistent, name) for name in places}

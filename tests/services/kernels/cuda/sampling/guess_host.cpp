@@ -29,7 +29,7 @@ void guess() {
 int main() {
   const bool one = numbers(1)[0] == 1;
   const int kind = int(numbers(1)[0]);
-  if (kind == 0) one ? guess<1, 0>() : guess<5, 0>();
-  if (kind == 1) one ? guess<1, 1>() : guess<5, 1>();
-  if (kind == 2) one ? guess<1, 2>() : guess<5, 2>();
+  if (kind == 0) one ? guess<1, 0>() : guess<8, 0>();
+  if (kind == 1) one ? guess<1, 1>() : guess<8, 1>();
+  if (kind == 2) one ? guess<1, 2>() : guess<8, 2>();
 }

@@ -7,10 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.messages import Sampling
 from services.kernels.cuda.sampling import best
 from services.kernels.cuda.sampling.best import WIDTHS, find_best, sort_best
-from services.kernels.cuda.sampling.rules import write_rules
 from services.kernels.register import KERNELS
 from services.mlx import selftest
 from services.sampling import device
@@ -97,32 +95,6 @@ def test_it_is_used_where_it_is_right_and_faster(
     np.testing.assert_array_equal(found.ids, expected.ids)
     for ours, right in ((found.logits, expected.logits), (found.totals, expected.totals)):
         np.testing.assert_allclose(ours, right, atol=1e-5)
-
-
-@pytest.mark.parametrize("top_k", [0, 20])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_depth_s_choices_are_those_of_looking_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, top_k: int
-) -> None:
-    """The best and four runners-up, with how sure each is, where no kernel guesses."""
-    random = np.random.default_rng(8)
-    rows = mx.array(random.normal(size=(2, 400)))
-    ids = mx.array(random.permutation(900)[:400].astype(np.int32))
-    sampling = Sampling(temperature=temperature, top_k=top_k)
-    rules = mx.array(write_rules([3, 4], sampling))
-    expected = device.guess(rows, 5, ids, rules, sampling)
-    widths = []
-
-    def find(scores: mx.array, width: int) -> mx.array:
-        widths.append(width)
-        return sort_best(scores, 8)
-
-    cuda = KERNELS["cuda"]._replace(guess=lambda *_: None, find_best=find)
-    monkeypatch.setattr(device, "kernels", lambda: cuda)
-    found = device.guess(rows, 5, ids, rules, sampling)
-    for ours, right in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.array(ours), np.array(right), rtol=1e-5)
-    assert widths == [5]
 
 
 @pytest.mark.parametrize(("head", "width"), [(400, WIDTHS[-1] + 1), (WIDTHS[0] - 1, 2), (400, 1)])
