@@ -41,7 +41,7 @@ struct Scratch {
   unsigned long long arrived;  // blocks at all barriers so far
   unsigned call[CALL_WORDS];
   float found[MOST_ROWS][FOUND_WORDS];
-  float rotations[MOST_ROWS][D / 2][2];  // cosine and sine of the rows' angles
+  Rotation rotations[MOST_ROWS][D / 2];  // of the rows' positions
   alignas(16) float parts[MOST_PARTS * MOST_ROWS * HEADS * Part<D>::NUMBERS];
   alignas(16) T x[MOST_ROWS * WIDTH];
   alignas(16) T qkv[MOST_ROWS * ALL * D];
@@ -143,28 +143,6 @@ struct Drafting {
     }
   }
 
-  // As `rotate_head`, by angles whose cosine and sine are known.
-  __device__ void rotate_head(const T* from, const T* gain, int rotated,
-                              const float (*rotations)[2], T* to) const {
-    const int lane = threadIdx.x % 32, half = rotated / 2;
-    float share = 1.0f;
-    if (gain != nullptr) {
-      float squares = 0.0f;
-      for (int i = lane; i < D; i += 32) squares += float(from[i]) * float(from[i]);
-      share = rsqrtf(summed(squares) / D + head_eps);
-    }
-    const auto read = [&](int i) {
-      return gain == nullptr ? float(from[i]) : float(T(float(from[i]) * share * float(gain[i])));
-    };
-    for (int i = lane; i < half; i += 32) {
-      const float first = read(i), second = read(i + half);
-      const float cosine = rotations[i][0], sine = rotations[i][1];
-      to[i] = T(first * cosine - second * sine);
-      to[i + half] = T(first * sine + second * cosine);
-    }
-    for (int i = rotated + lane; i < D; i += 32) to[i] = T(read(i));
-  }
-
   // Rotates a tile's queries, and this part's new keys, which are stored with their values; then
   // attends. A new key is stored by each block that reads it, since none waits for another.
   __device__ void attend(const Layer<T>& layer, const Pass& pass, int parts, int length) const {
@@ -184,8 +162,10 @@ struct Drafting {
                                    : HEADS + (is_value ? KV_HEADS : 0) + head;
         const T* own_gain = gain == nullptr || is_value ? nullptr : is_query ? gain : gain + D;
         T* stored = (is_value ? layer.values : layer.keys) + of_head + long(start + row) * D;
-        rotate_head(own.qkv + (row * ALL + group) * D, own_gain, is_value ? 0 : ROTATED,
-                  own.rotations[row], is_query ? queries + i * D : stored);
+        const Rotation* rotations = own.rotations[row];
+        rotate_head<T, D>(own.qkv + (row * ALL + group) * D, own_gain, head_eps,
+                          is_value ? 0 : ROTATED, [&](int pair) { return rotations[pair]; },
+                          is_query ? queries + i * D : stored);
       }
       __syncthreads();
       const Found found{parts > 1 ? nullptr : own.attended + head * GROUP * D,
@@ -256,10 +236,9 @@ struct Drafting {
 
   // Embeds a row, and finds the angles of its position.
   __device__ void place(int row, long token, int position) const {
-    for (int pair = threadIdx.x; pair < ROTATED / 2; pair += WARPS * 32) {
-      float* rotation = own.rotations[row][pair];
-      sincosf(float(position) * speeds[pair], rotation + 1, rotation);
-    }
+    const Angles angles{speeds, float(position)};
+    for (int pair = threadIdx.x; pair < ROTATED / 2; pair += WARPS * 32)
+      own.rotations[row][pair] = angles(pair);
     for (int i = 8 * threadIdx.x; i < WIDTH; i += 8 * WARPS * 32)
       write_run(own.x + row * WIDTH + i, read_run(ends.embedding + token * WIDTH + i, true));
   }
@@ -292,7 +271,7 @@ struct Drafting {
   }
 
   // Writes what was found at the depth before into the host's memory.
-  __device__ void tell(int depth, int called, volatile unsigned* box) const {
+  __device__ void report(int depth, int called, volatile unsigned* box) const {
     const int count = own.call[BRANCHES] > 0 ? own.call[BRANCHES] : own.call[COUNT];
     for (int i = threadIdx.x; i < count * FOUND_WORDS; i += WARPS * 32)
       box[FOUND + (depth - 1) * MOST_ROWS * FOUND_WORDS + i] = __float_as_uint((&own.found[0][0])[i]);
@@ -331,7 +310,7 @@ struct Drafting {
     begin(pass_of(depth));
     while (sync()) {
       // By the last block, which often has no share of the next step.
-      if (block == blocks - 1 && depth > 0) tell(depth, called, box);
+      if (block == blocks - 1 && depth > 0) report(depth, called, box);
       if (depth == depths) return;
       const Pass pass = pass_of(depth);
       if (!run_pass(layers, count, narrow, pass, sync)) return;

@@ -52,7 +52,7 @@ _WARPS = 8
 _DEADLINE_S = 2.0
 """Longest time until a token."""
 _TEXTS = (
-    "tile.cuh", "attention.cuh",
+    "tile.cuh", "attention.cuh", "rotate.cuh",
     "sampling/rule.cuh", "sampling/best.cuh", "sampling/guess.cuh",
     "early_product.cuh", "persistent.cuh",
 )  # fmt: skip

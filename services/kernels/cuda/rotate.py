@@ -21,16 +21,16 @@ const int head = blockIdx.x * WARPS + threadIdx.x / 32, row = blockIdx.y, rows =
 constexpr int ALL = HEADS + 2 * KV_HEADS;
 if (head < ALL) {
   const T* from = x + (long(row) * ALL + head) * D;
-  const float position = float(positions[row]);
+  const Angles angles{speeds, float(positions[row])};
   const T* gain = GAINS;
   if (head < HEADS) {
-    rotate_head<T, D>(from, gain, EPS, speeds, ROTATED, position,
+    rotate_head<T, D>(from, gain, EPS, ROTATED, angles,
                       queries + (long(head) * rows + row) * D);
   } else if (head < HEADS + KV_HEADS) {
-    rotate_head<T, D>(from, gain == nullptr ? nullptr : gain + D, EPS, speeds, ROTATED, position,
+    rotate_head<T, D>(from, gain == nullptr ? nullptr : gain + D, EPS, ROTATED, angles,
                       KEYS + (long(head - HEADS) * PLACE) * D);
   } else {
-    rotate_head<T, D>(from, nullptr, 0.0f, speeds, 0, position,
+    rotate_head<T, D>(from, nullptr, 0.0f, 0, angles,
                       VALUES + (long(head - HEADS - KV_HEADS) * PLACE) * D);
   }
 }

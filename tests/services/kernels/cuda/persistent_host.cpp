@@ -10,6 +10,7 @@ constexpr int WARPS = 8;
 #include "common.cuh"
 #include "tile_host.h"
 #include "attention.cuh"
+#include "rotate.cuh"
 #include "sampling/rule.cuh"
 #include "sampling/best.cuh"
 #include "sampling/guess.cuh"

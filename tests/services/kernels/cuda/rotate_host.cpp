@@ -15,7 +15,7 @@ int main() {
   std::vector<float> out(HEAD_SIZE);
   run_block([&] {
     rotate_head<float, HEAD_SIZE>(head.data(), given[3] > 0 ? gains.data() : nullptr, given[2],
-                                  speeds.data(), int(given[0]), given[1], out.data());
+                                  int(given[0]), Angles{speeds.data(), given[1]}, out.data());
   });
   print(out);
 }
