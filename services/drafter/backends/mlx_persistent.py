@@ -41,6 +41,8 @@ from services.sampling.device import kind_of
 _log = logging.getLogger(__name__)
 
 _WHAT = "branches drafted in one launch"
+_MOST_MISSING = MOST_ROWS // 2
+"""Most tokens of the trunk that are fed with branches; these are then as many fewer."""
 _TRIALS = 8
 _FARTHEST = 0.03
 """Largest mean difference of confidences from the usual ones."""
@@ -72,27 +74,23 @@ class PersistentDrafts:
         return self._run(trunk, call, [], count, options)
 
     def prepare(
-        self,
-        trunk: Trunk,
-        tree: TokenTree,
-        fan_out: list[int],
-        depth: int,
-        options: RoundOptions,
+        self, trunk: Trunk, tree: TokenTree, fan_out: list[int], depth: int, options: RoundOptions
     ) -> Generator[TreeLayer] | None:
         """Prepare for the outcomes of a chain as a backend does; None: it cannot."""
         desired = trunk.sequence + tree.tokens
         trunk.cut(trunk.agree(desired))
         named = _find_named(trunk, tree.tokens)
-        if named is None or len(desired) - len(trunk.tokens) > MOST_ROWS:
+        if named is None or len(desired) - len(trunk.tokens) > _MOST_MISSING:
             named = self._name(trunk, desired, options)
         if named is None:
             return None
-        outcomes = _choose_outcomes(tree, named, fan_out)
+        first = len(trunk.tokens)
+        most = MOST_ROWS - (_MOST_MISSING if first < len(desired) else 0)
+        outcomes = _choose_outcomes(tree, named, fan_out)[:most]
         roots = [outcome.bonus for outcome in outcomes]
         forks = [trunk.committed + outcome.accepted for outcome in outcomes]
         spread = max(forks, default=0) - min(forks, default=0)
         depths = min(depth + 1, MOST_DEPTHS, MOST_RULES - spread)
-        first = len(trunk.tokens)
         call = DraftCall(first, desired[first:], roots, forks, depths)
         return self._run(trunk, call, outcomes, depth, options)
 
@@ -105,16 +103,17 @@ class PersistentDrafts:
         options: RoundOptions,
     ) -> Generator[TreeLayer] | None:
         """Draft the branches of a call; more depths than these only name what may follow."""
-        if not self._serves(trunk, call):
-            return None
-        return self._draft(trunk, call, outcomes, min(depth, call.depths), options)
+        serves = self._serves(trunk, call)
+        return (
+            self._draft(trunk, call, outcomes, min(depth, call.depths), options) if serves else None
+        )
 
     def _serves(self, trunk: Trunk, call: DraftCall) -> bool:
         store = trunk.store
         if self._kernel is None or not isinstance(store, KVStore) or not store.length:
             return False
         plain = all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
-        fits = max(len(call.trunk), len(call.roots)) <= MOST_ROWS and 0 < call.depths <= MOST_DEPTHS
+        fits = len(call.trunk + call.roots) <= MOST_ROWS and 0 < call.depths <= MOST_DEPTHS
         slots = _count_slots(store, call)
         return bool(plain and fits and call.forks and call.positions <= MOST_RULES and slots)
 
@@ -205,7 +204,7 @@ def _find_named(trunk: Trunk, tokens: Tokens) -> list[Named] | None:
 
 
 def _choose_outcomes(tree: TokenTree, named: list[Named], fan_out: list[int]) -> list[Outcome]:
-    """Return the most likely of the requested outcomes, as many as the kernel drafts for."""
+    """Return the requested outcomes, the most likely first."""
     chances: list[tuple[float, Outcome]] = []
     reached = 1.0
     for row, (tokens, shares) in enumerate(named):
@@ -215,8 +214,7 @@ def _choose_outcomes(tree: TokenTree, named: list[Named], fan_out: list[int]) ->
         width = fan_out[row] if row < len(fan_out) else 0
         chances += [(reached * share, Outcome(row, token)) for token, share in others[:width]]
         reached *= max(0.0, 1.0 - sum(share for _, share in others))
-    best = sorted(chances, key=lambda chance: -chance[0])[:MOST_ROWS]
-    return [outcome for _, outcome in best]
+    return [outcome for _, outcome in sorted(chances, key=lambda chance: -chance[0])]
 
 
 def try_persistent(

@@ -15,7 +15,7 @@ constexpr int MOST_SPINS = 1 << 20;
 // the trunk before each branch; the rule of each position. Without branches each token of the trunk
 // is the first of one.
 constexpr int CALLED = 0, COUNT = 1, FIRST = 2, BRANCHES = 3, DEPTHS = 4, ORIGIN = 5, FED = 6;
-constexpr int FORKS = FED + MOST_ROWS + MOST_ROWS, RULES = FORKS + MOST_ROWS;
+constexpr int FORKS = FED + MOST_ROWS, RULES = FORKS + MOST_ROWS;
 constexpr int MOST_RULES = 48;
 constexpr int CALL_WORDS = RULES + MOST_RULES * RULE_WORDS;
 // Words of the answer: the depths done in all calls, then the tokens after each branch at each
@@ -73,8 +73,7 @@ __device__ inline bool sync_grid(unsigned long long* arrived, int blocks) {
 // Rows that are computed together, with neighbouring slots: first some of the trunk, then one of
 // each branch. The branches' slots are `scratch` and those after it, in turn.
 struct Pass {
-  int depth;  // -1: none of the branches
-  int rows, of_trunk, headed, slot, scratch, stride;  // headed: the first whose next tokens are named
+  int depth, rows, of_trunk, headed, slot, scratch, stride;  // headed: the first whose next tokens are named
   const unsigned* forks;
 
   __device__ bool operator()(int row, int key) const {  // whether it sees that slot
@@ -226,12 +225,10 @@ struct Drafting {
     const int fed = call[COUNT], branches = call[BRANCHES], first = call[FIRST];
     int stride = 1;
     while (stride < branches) stride *= 2;
-    const bool both = depth == 0 && fed + branches <= MOST_ROWS;
-    const int of_trunk = depth < 0 || both ? fed : 0;
-    const int slot = of_trunk > 0 ? first : first + fed + depth * stride;
-    const int rows = of_trunk + (depth < 0 ? 0 : branches);
-    const int headed = depth < 0 ? rows : branches > 0 ? of_trunk : 0;
-    return Pass{depth, rows, of_trunk, headed, slot, first + fed, stride, call + FORKS};
+    const int of_trunk = depth == 0 ? fed : 0, headed = branches > 0 ? of_trunk : 0;
+    const int slot = depth == 0 ? first : first + fed + depth * stride;
+    return Pass{depth, of_trunk + branches, of_trunk, headed, slot, first + fed, stride,
+                call + FORKS};
   }
 
   // Embeds a row, and finds the angles of its position.
@@ -243,15 +240,12 @@ struct Drafting {
       write_run(own.x + row * WIDTH + i, read_run(ends.embedding + token * WIDTH + i, true));
   }
 
-  // Embeds the rows of a pass, whose tokens are those of the call.
-  __device__ void begin(const Pass& pass) const {
-    share(pass.rows, [&](int row) {
-      const int branch = row - pass.of_trunk;
-      const unsigned* tokens = own.call + FED + (branch < 0 ? 0 : int(own.call[COUNT]));
-      if (branch < 0)
-        place(row, tokens[row], pass.slot + row);
-      else
-        place(row, tokens[branch], own.call[FORKS + branch] + 1);
+  // Embeds the rows of the first pass, whose tokens are those of the call.
+  __device__ void begin() const {
+    const int fed = own.call[COUNT];
+    share(fed + own.call[BRANCHES], [&](int row) {
+      const int position = row < fed ? own.call[FIRST] + row : own.call[FORKS + row - fed] + 1;
+      place(row, own.call[FED + row], position);
     });
   }
 
@@ -288,7 +282,6 @@ struct Drafting {
       const T* next = at + 1 < count ? layers[at + 1].qkv : nullptr;
       if (!run_layer(layers[at], narrow, pass, next, sync)) return false;
     }
-    if (pass.headed == pass.rows) return sync();
     Head<T, WIDTH, COLUMNS, WARPS> head;
     head.fetch(ends.head, block, blocks);
     if (!sync()) return false;
@@ -306,20 +299,15 @@ struct Drafting {
     narrow.fetch(layers[0].qkv, ALL * D, block);
     if (!sync()) return;
     const int depths = own.call[DEPTHS], called = own.call[CALLED];
-    int depth = own.call[COUNT] + own.call[BRANCHES] > MOST_ROWS ? -1 : 0;
-    begin(pass_of(depth));
-    while (sync()) {
+    begin();
+    for (int depth = 0; sync(); depth++) {
       // By the last block, which often has no share of the next step.
       if (block == blocks - 1 && depth > 0) report(depth, called, box);
       if (depth == depths) return;
       const Pass pass = pass_of(depth);
       if (!run_pass(layers, count, narrow, pass, sync)) return;
       narrow.fetch(layers[0].qkv, ALL * D, block);
-      if (depth < 0)
-        begin(pass_of(0));
-      else
-        choose(pass);
-      depth++;
+      choose(pass);
     }
   }
 };

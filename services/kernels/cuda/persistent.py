@@ -6,10 +6,9 @@ first token to the last, and wait for each other where a pass would end one laun
 next. It reads the call from host memory and writes each token there, so that MLX neither builds nor
 copies anything.
 
-A pass has a row of each branch, and the first one, if there is room, those of the trunk that its
-store still misses. A branch sees the trunk up to its fork, and its own tokens in scratch slots
-after the trunk, where the slots of all branches take turns. A call's only branch may continue the
-trunk.
+A pass has a row of each branch, and the first one also those of the trunk that its store still
+misses. A branch sees the trunk up to its fork, and its own tokens in scratch slots after the trunk,
+where the slots of all branches take turns. A call's only branch may continue the trunk.
 
 A block must not wait for one that does not fit on the device: there are as many as multiprocessors.
 Should one be missing all the same, the others give up after a while, and `Unavailable` is raised.
@@ -36,12 +35,12 @@ from services.kernels.cuda.product import Norm
 from services.mlx.launching import launch
 
 MOST_ROWS, MOST_DEPTHS = 16, 16
-"""Tokens that are fed at once, or branches, and the tokens of each; as in persistent.cuh."""
+"""Rows of a pass, and the tokens of a branch; as in persistent.cuh."""
 MOST_PARTS = 16
 NAMED = 8
 """Tokens named after each branch at each depth."""
 CALLED, COUNT, FIRST, BRANCHES, DEPTHS, ORIGIN, FED = range(7)
-FORKS = FED + MOST_ROWS + MOST_ROWS
+FORKS = FED + MOST_ROWS
 RULES = FORKS + MOST_ROWS
 MOST_RULES = 48
 DONE, FOUND = 352, 368
@@ -94,9 +93,11 @@ class DraftCall(NamedTuple):
     first: int
     """Position and slot of the first token after those in the store."""
     trunk: Tokens
-    """These tokens, up to `MOST_ROWS`."""
+    """These tokens."""
     roots: Tokens
-    """The first token of each branch, up to `MOST_ROWS`; without any each of the trunk's is one."""
+    """The first token of each branch, without any each of the trunk's is one; up to `MOST_ROWS`
+    with the trunk's.
+    """
     forks: Sequence[int]
     """The last slot of the trunk before each branch."""
     depths: int

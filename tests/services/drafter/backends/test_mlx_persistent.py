@@ -96,7 +96,7 @@ class ModelKernel:
 
     def start(self, buffers: Sequence[Any], call: DraftCall, rules: Any, kind: int) -> None:
         del kind
-        assert max(len(call.trunk), len(call.roots)) <= MOST_ROWS
+        assert len(call.trunk + call.roots) <= MOST_ROWS
         assert 0 < call.depths <= MOST_DEPTHS
         assert len(rules) == call.positions <= MOST_RULES
         assert call.slots <= buffers[0][0].shape[2]
