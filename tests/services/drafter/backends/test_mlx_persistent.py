@@ -23,6 +23,7 @@ from protocol.decoding.token_tree import read_tree
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends import mlx_persistent
+from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_persistent import PersistentDrafts
 from services.kernels.cpu.library import view
@@ -236,6 +237,86 @@ def test_chains_of_any_length(length: int) -> None:
     ]
 
 
+Found = list[list[TreeLayer]]
+GREEDY = Sampling()
+
+
+def compare(play: Callable[[MlxBackend], Found], sampling: Sampling = GREEDY) -> ModelKernel:
+    """Play this without the kernel and with it: the outcomes and drafts must be the same ones."""
+    found = []
+    for has_kernel in (False, True):
+        backend = as_on_a_gpu(tiny_folder("llama"))
+        kernel = equip(backend) if has_kernel else None
+        list(backend.open(1, list(PROMPT), sampling))
+        trees = play(backend)
+        branches = [zip(*(layer.tokens for layer in layers), strict=True) for layers in trees]
+        outcomes = [layers[0].outcomes or [None] for layers in trees]
+        found.append(
+            [set(zip(*pair, strict=True)) for pair in zip(outcomes, branches, strict=True)]
+        )
+    assert found[0] == found[1]
+    assert kernel is not None
+    return kernel
+
+
+def test_a_draft_before_anything_was_prepared() -> None:
+    """What may follow its last token is not known then."""
+
+    def play(backend: MlxBackend) -> Found:
+        drafted = said(backend.draft(1, 99, 3))
+        tree = read_tree([99, *(layer.tokens[0] for layer in drafted)])
+        return [drafted, said(backend.prepare(1, tree, [1, 1, 1, 3], 2))]
+
+    assert [len(call.roots) for call in compare(play).calls] == [1, 0, 6]
+
+
+def test_branches_of_another_text_are_forgotten() -> None:
+    """The same tokens at the same place continue otherwise after others."""
+
+    def play(backend: MlxBackend) -> Found:
+        first = said(backend.prepare(1, read_tree([99]), [2], 3))
+        tokens = [first[0].outcomes[0].bonus, *(layer.tokens[0] for layer in first[:2])]
+        backend.commit(1, len(PROMPT) - 2, [9, 8, 7])
+        return [first, said(backend.prepare(1, read_tree(tokens), [2, 2, 2], 2))]
+
+    compare(play)
+
+
+def test_trees_are_the_model_s_own() -> None:
+    """They are forgotten once the kernel has overwritten their slots."""
+    siblings, found = RoundOptions(siblings=2), []
+    for backend in (as_on_a_gpu(tiny_folder("llama")), as_on_a_gpu(tiny_folder("llama"))):
+        kernel = equip(backend) if found else None
+        list(backend.open(1, list(PROMPT), Sampling()))
+        first = said(backend.prepare(1, read_tree([99, 5]), [2, 2], 2, siblings))
+        assert kernel is None or not kernel.calls
+        said(backend.prepare(1, read_tree([99, 60, 61]), [3, 3, 3], 3))
+        assert kernel is None or kernel.calls
+        backend.commit(1, len(PROMPT), [99])
+        path = [first[0].outcomes[0].bonus, first[0].tokens[0]]
+        grown = said(backend.prepare(1, read_tree(path), [2, 2], 2, siblings))
+        found.append([(layer.outcomes, layer.tokens, layer.parents) for layer in (*first, *grown)])
+    assert found[0] == found[1]
+
+
+def test_a_context_that_slides() -> None:
+    """Positions count the omitted tokens, too."""
+    options = RoundOptions(shift=5)
+    sampling = Sampling(temperature=1.5, seed=3)
+    assert compare(lambda backend: [said(backend.draft(1, 99, 4, options))], sampling).calls
+
+
+def test_outcomes_far_from_each_other() -> None:
+    """The farther they are, the shorter are the branches."""
+    backend, length = as_on_a_gpu(tiny_folder("llama")), MOST_RULES - 6
+    kernel = equip(backend)
+    list(backend.open(1, list(PROMPT), Sampling()))
+    tree, fan_out = read_tree([(7 * at) % 200 for at in range(length)]), [1] + [0] * (length - 1)
+    fan_out[-1] = 1
+    layers = said(backend.prepare(1, tree, fan_out, 12))
+    assert len(layers) == kernel.calls[-1].depths == MOST_RULES - (length - 1)
+
+
 def test_longer_chains_than_the_kernel_drafts() -> None:
     backend = as_on_a_gpu(tiny_folder("llama"))
     kernel = equip(backend)
@@ -339,6 +420,20 @@ def test_a_wrong_kernel_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert backend.ahead is not None
     assert backend.ahead.persistent is None
     assert "0 of 72 tokens are the usual ones" in caplog.text
+
+
+def test_a_kernel_with_other_confidences_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    backend, read = as_on_a_gpu(tiny_folder("llama")), ModelKernel.read
+
+    def read_surer(kernel: ModelKernel, depth: int, branches: int) -> list[Named]:
+        found = read(kernel, depth, branches)
+        return [Named(tokens, [share**0.5 for share in shares]) for tokens, shares in found]
+
+    with patch.object(ModelKernel, "read", read_surer):
+        trace(backend)
+    assert backend.ahead is not None
+    assert backend.ahead.persistent is None
+    assert "from theirs: not used" in caplog.text
 
 
 def test_a_model_without_kernels(caplog: pytest.LogCaptureFixture) -> None:
