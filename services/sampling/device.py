@@ -269,7 +269,6 @@ def _perturb_filtered(
         kept &= shares >= sampling.min_p * shares[:, :1]
     kept |= mx.arange(count)[None] == 0
     scores = logits + _noise_of(rules, ids)
-    # Finite, so that it stays above columns already taken.
     scores = mx.where(kept, scores, scores - _DROPPED)
     # Tokens outside the candidates keep their mass.
     share = mx.exp(mx.logsumexp(logits, axis=-1, keepdims=True) - totals)

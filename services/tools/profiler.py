@@ -87,6 +87,7 @@ class Profiler(contextlib.ExitStack):
         backend = MlxBackend(
             Path(settings.model), PREFILL_STEP_SIZE, weights=settings.draft_weights
         )
+        run_all(backend.try_kernels())
         run_all(backend.trace())
 
         def open_context(context: Tokens) -> Timer:

@@ -13,6 +13,8 @@ slots of a `KVStore`, and one *tree* after it in scratch slots:
 Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome was a
 branch, its rows move from scratch to the trunk.
 
+On CUDA a kernel grows most branches, and feeds those that were right again (`mlx_persistent`).
+
 Sequences share no pass: at most two are drafted for at a time, and they take turns depth by depth.
 """
 
@@ -77,7 +79,6 @@ from services.sampling.device import best_of
 _FEW = 7
 """Committed tokens that are fed with the next pending one: one pass, instead of another before."""
 
-
 _TRIAL_TOKENS, _TRIAL_DEPTH, _TRIAL_FAN_OUT = 90, 4, [1, 2, 1, 4]
 """Distinct tokens of trial prompts, drafted ones, and outcomes."""
 
@@ -129,7 +130,7 @@ class MlxBackend:
             self.ahead = DraftsAhead(self._runner, self._head_ids, self._head_size)
 
     def try_kernels(self) -> Steps[None]:
-        """Let traces use our kernels where that pays."""
+        """Let blocks use our kernels where that pays."""
         if (equip_traces := kernels().equip) is not None:
             yield from equip_traces(self._model)
 

@@ -26,6 +26,7 @@ from services.kernels.cuda.persistent import (
     ModelEnds,
     Named,
     PersistentKernel,
+    RunningDraft,
     Unavailable,
     open_box,
 )
@@ -42,14 +43,15 @@ _log = logging.getLogger(__name__)
 
 _WHAT = "branches drafted in one launch"
 _MOST_MISSING = MOST_ROWS // 2
-"""Most tokens of the trunk that are fed with branches; these are then as many fewer."""
+"""Most tokens of the trunk that are fed in a pass with branches, of which there are then fewer."""
 _TRIALS = 8
 _FARTHEST = 0.03
 """Largest mean difference of confidences from the usual ones."""
 _LEAST_EQUAL = 0.75
 """Least share of equal tokens: of two that are equally likely either may be chosen."""
-_SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
-"""One of each kind, which compiles a kernel of its own."""
+_GREEDY = Sampling()
+_OTHERS = (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
+"""One of each other kind, which compiles a kernel of its own."""
 
 Draft = Callable[[int, Sampling], tuple[list[TreeLayer], float]]
 """(trial, sampling) -> the first layer of a draft after its prompt, that of what is prepared for
@@ -86,10 +88,12 @@ class PersistentDrafts:
             return None
         first = len(trunk.tokens)
         most = MOST_ROWS - (_MOST_MISSING if first < len(desired) else 0)
-        outcomes = _choose_outcomes(tree, named, fan_out)[:most]
+        if not (outcomes := _choose_outcomes(tree, named, fan_out)[:most]):
+            nothing: list[TreeLayer] = []
+            return (layer for layer in nothing)
         roots = [outcome.bonus for outcome in outcomes]
         forks = [trunk.committed + outcome.accepted for outcome in outcomes]
-        spread = max(forks, default=0) - min(forks, default=0)
+        spread = max(forks) - min(forks)
         depths = min(depth + 1, MOST_DEPTHS, MOST_RULES - spread)
         call = DraftCall(first, desired[first:], roots, forks, depths)
         return self._run(trunk, call, outcomes, depth, options)
@@ -125,19 +129,18 @@ class PersistentDrafts:
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer]:
-        self._start(trunk, call, options)
-        read = 0
+        running, read = self._start(trunk, call, options), 0
         try:
             for read in range(1, 1 + depth):
-                found = self._read(trunk, call, read - 1)
+                found = self._read(trunk, running, call, read - 1)
                 if found is None:
                     return
-                check_shares(np.array([named.confidences[0] for named in found]))
+                _check(found)
                 tokens = [named.tokens[0] for named in found]
                 yield TreeLayer(outcomes, tokens, [named.confidences[0] for named in found])
         finally:
             # The kernel drafts to the end, however few of the layers are used.
-            while read < call.depths and self._read(trunk, call, read) is not None:
+            while read < call.depths and self._read(trunk, running, call, read) is not None:
                 read += 1
 
     def _name(self, trunk: Trunk, desired: Tokens, options: RoundOptions) -> list[Named] | None:
@@ -150,14 +153,15 @@ class PersistentDrafts:
             call = DraftCall(first, fed, [], range(first - 1, first + len(fed) - 1), 1)
             if not self._serves(trunk, call):
                 return None
-            self._start(trunk, call, options)
-            named = self._read(trunk, call, 0)
+            named = self._read(trunk, self._start(trunk, call, options), call, 0)
             if named is None:
                 return None
+            _check(named)
             found += named
         return found[missing:]
 
-    def _start(self, trunk: Trunk, call: DraftCall, options: RoundOptions) -> None:
+    def _start(self, trunk: Trunk, call: DraftCall, options: RoundOptions) -> RunningDraft | None:
+        """Begin to draft; return None if the device does not answer any more."""
         kernel, store = self._kernel, trunk.store
         if kernel is None or not isinstance(store, KVStore):
             raise TypeError("this trunk has no kernel")
@@ -167,18 +171,26 @@ class PersistentDrafts:
         rules = write_rules(range(position, position + call.positions), trunk.sampling)
         # A tree's scratch slots lie right after the old trunk: they are overwritten now.
         trunk.tree = None
-        kernel.start(store.buffers, call, rules, kind_of(trunk.sampling))
-
-    def _read(self, trunk: Trunk, call: DraftCall, depth: int) -> list[Named] | None:
-        """Return what is named after each branch; None if the device does not answer any more."""
-        if self._kernel is None:
-            return None
-        count = len(call.roots) or len(call.trunk)
         try:
-            found = self._kernel.read(depth, count)
+            return kernel.start(store.buffers, call, rules, kind_of(trunk.sampling))
         except Unavailable as error:
-            _log.warning("%s: not used any more: %s", _WHAT, error)
-            self._kernel = None  # what it has told is in the trunk
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Unavailable) -> None:
+        _log.warning("%s: not used any more: %s", _WHAT, error)
+        self._kernel = None  # what it has found is in the trunk
+
+    def _read(
+        self, trunk: Trunk, running: RunningDraft | None, call: DraftCall, depth: int
+    ) -> list[Named] | None:
+        """Return what is named after each branch; None if the device does not answer any more."""
+        if self._kernel is None or running is None:
+            return None
+        try:
+            found = running.read(depth, len(call.roots) or len(call.trunk))
+        except Unavailable as error:
+            self._give_up(error)
             return None
         fed = call.trunk if depth == 0 else []
         if depth == 0:
@@ -192,6 +204,14 @@ class PersistentDrafts:
             branch.tokens.append(named.tokens[0])
             branch.named.append(named)
         return found
+
+
+Use = Callable[[PersistentDrafts | None], None]
+"""Makes the drafter use this kernel, or none."""
+
+
+def _check(found: list[Named]) -> None:
+    check_shares(np.array([named.confidences[0] for named in found]))
 
 
 def _find_named(trunk: Trunk, tokens: Tokens) -> list[Named] | None:
@@ -210,16 +230,14 @@ def _choose_outcomes(tree: TokenTree, named: list[Named], fan_out: list[int]) ->
     for row, (tokens, shares) in enumerate(named):
         rejected = tree.children[row]
         pairs = zip(tokens, shares, strict=True)
-        others = [(token, share) for token, share in pairs if share and token not in rejected]
+        others = [(token, share) for token, share in pairs if share > 0.0 and token not in rejected]
         width = fan_out[row] if row < len(fan_out) else 0
         chances += [(reached * share, Outcome(row, token)) for token, share in others[:width]]
         reached *= max(0.0, 1.0 - sum(share for _, share in others))
     return [outcome for _, outcome in sorted(chances, key=lambda chance: -chance[0])]
 
 
-def try_persistent(
-    model: Any, ids: mx.array, use: Callable[[PersistentDrafts | None], None], draft: Draft
-) -> Steps[None]:
+def try_persistent(model: Any, ids: mx.array, use: Use, draft: Draft) -> Steps[None]:
     """Use the kernel if it is right and faster.
 
     Args:
@@ -230,31 +248,42 @@ def try_persistent(
     """
     try:
         drafts = PersistentDrafts(_open(model, ids))
-        usual = [draft(trial, _SAMPLINGS[0])[0] for trial in range(_TRIALS)]
+        usual = [draft(trial, _GREEDY)[0] for trial in range(_TRIALS)]
         yield
-        use(drafts)
-        ours = [draft(trial, _SAMPLINGS[0])[0] for trial in range(_TRIALS)]
+        ours = [_run(use, drafts, draft, trial)[0] for trial in range(_TRIALS)]
         yield
-        use(None)
         if not _agree(usual, ours):
             return
         times = []
         for chosen in (None, drafts):
-            use(chosen)
-            times.append(min(draft(trial, _SAMPLINGS[0])[1] for trial in range(_TRIALS)))
+            times.append(min(_run(use, chosen, draft, trial)[1] for trial in range(_TRIALS)))
             yield
         if not is_faster(_WHAT, *times):
-            use(None)
             return
-        for sampling in _SAMPLINGS[1:]:
-            draft(0, sampling)
+        for sampling in _OTHERS:
+            _run(use, drafts, draft, 0, sampling)
             yield
+        use(drafts)
     except (Unfit, OSError) as reason:
         _log.info("%s: not used: %s", _WHAT, reason)
     # Faults of a device or a driver must show here, and not in an answer.
     except Exception as error:  # noqa: BLE001
-        use(None)
         _log.warning("%s: not used: %s", _WHAT, error)
+
+
+def _run(
+    use: Use,
+    drafts: PersistentDrafts | None,
+    draft: Draft,
+    trial: int,
+    sampling: Sampling = _GREEDY,
+) -> tuple[list[TreeLayer], float]:
+    """Draft with this kernel, or none; requests in between are served without."""
+    use(drafts)
+    try:
+        return draft(trial, sampling)
+    finally:
+        use(None)
 
 
 def _pair_firsts(

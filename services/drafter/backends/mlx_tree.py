@@ -174,7 +174,7 @@ class Trunk:
     """Position -> candidates after it (one row), for the recent tokens."""
     tree: Tree | None = None
     branches: list[DraftedBranch] = field(default_factory=list)
-    """Those that were drafted last."""
+    """Those of the kernel's last draft: they name the next bonus tokens."""
     prepares: bool = False
     """True if outcomes are prepared for."""
     processor: LogitsProcessor | None = None

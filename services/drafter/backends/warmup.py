@@ -15,7 +15,7 @@ from services.runtime.sequence_table import TRIAL_SEQUENCE
 
 _PROMPT = list(range(1, 17))
 _LONG_PROMPT = [token % 16 for token in range(640)]
-"""A prompt of common length, traced or not."""
+"""A prompt of common length."""
 _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (

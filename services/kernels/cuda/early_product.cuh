@@ -19,6 +19,7 @@ __device__ inline float norm_run(Run<T>& row, const Run<T>& gains) {
 // its share of the inputs.
 template <typename T, int INPUTS, bool GATED, int WARPS>
 struct Product {
+  static_assert(32 * WARPS >= 16 * MOST_ROWS, "a thread writes each output");
   static constexpr int GROUPS = GATED ? 2 : 1, STEPS = (INPUTS + 32 * WARPS - 1) / (32 * WARPS);
   static constexpr int MOST_AHEAD = GATED ? 6 : 9, CHUNKS = (STEPS + MOST_AHEAD - 1) / MOST_AHEAD;
   static constexpr int AHEAD = (STEPS + CHUNKS - 1) / CHUNKS;

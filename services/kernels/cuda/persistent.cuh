@@ -21,6 +21,7 @@ constexpr int CALL_WORDS = RULES + MOST_RULES * RULE_WORDS;
 // Words of the answer: the depths done in all calls, then the tokens after each branch at each
 // depth, the most likely first, and their confidences.
 constexpr int DONE = 352, FOUND = 368, FOUND_WORDS = NAMED + NAMED;
+static_assert(CALL_WORDS <= DONE);
 
 template <typename T>
 struct Layer {

@@ -19,7 +19,7 @@ import importlib
 import re
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,8 +95,8 @@ class DraftCall(NamedTuple):
     trunk: Tokens
     """These tokens."""
     roots: Tokens
-    """The first token of each branch, without any each of the trunk's is one; up to `MOST_ROWS`
-    with the trunk's.
+    """The first token of each branch; if empty, each token of the trunk begins one. Trunk and roots
+    are up to `MOST_ROWS` together.
     """
     forks: Sequence[int]
     """The last slot of the trunk before each branch."""
@@ -132,6 +132,40 @@ class Named(NamedTuple):
     confidences: list[float]
 
 
+class RunningDraft:
+    """The results of a call, read while it runs, and after another one has begun.
+
+    Args:
+        words: of the box, as floats.
+        depths: of the call.
+        wait: waits until at most so many depths are missing.
+    """
+
+    def __init__(
+        self, words: npt.NDArray[np.float32], depths: int, wait: Callable[[int], None]
+    ) -> None:
+        self._words, self._depths, self._wait = words, depths, wait
+        self._is_kept = False
+
+    def read(self, depth: int, branches: int) -> list[Named]:
+        """Return what is named after each branch at this depth; `branches` is their number.
+
+        Raises:
+            Unavailable: the device does not answer.
+        """
+        if not self._is_kept:
+            self._wait(self._depths - 1 - depth)
+        first = FOUND + FOUND_WORDS * MOST_ROWS * depth
+        words = self._words[first : first + FOUND_WORDS * branches].reshape(branches, 2, NAMED)
+        tokens, confidences = words[:, 0].astype(np.int64).tolist(), words[:, 1].tolist()
+        return [Named(*pair) for pair in zip(tokens, confidences, strict=True)]
+
+    def keep(self) -> None:
+        """Keep what was found: the box gets other words."""
+        if not self._is_kept:
+            self._words, self._is_kept = self._words.copy(), True
+
+
 class PersistentKernel:
     """Drafts branches by one launch for all of them.
 
@@ -151,7 +185,7 @@ class PersistentKernel:
         self._previous = mx.zeros(2, mx.int32)
         mx.eval(self._scratch, self._previous)
         self._replays: dict[int, Any] = {}
-        self._asked = self._depths = 0
+        self._asked, self._running = 0, RunningDraft(self._words, 0, self._await)
 
     def start(
         self,
@@ -159,8 +193,8 @@ class PersistentKernel:
         call: DraftCall,
         rules: npt.NDArray[np.uint32],
         kind: int,
-    ) -> None:
-        """Begin to draft; `read` has the tokens.
+    ) -> "RunningDraft":
+        """Begin to draft.
 
         Args:
             buffers: keys and values of each layer, [1, kv heads, slots, size], written in place:
@@ -173,23 +207,17 @@ class PersistentKernel:
             Unavailable: the device does not answer.
         """
         self._await(0)  # an abandoned draft may not have read its call
+        self._running.keep()
         self._box[CALLED] = self._asked
         write_call(self._box, call, rules)
-        self._asked = (self._asked + call.depths) % 2**32
-        self._depths = call.depths
         if kind not in self._replays:
             self._replays[kind] = mx.compile(partial(self._launch, kind))
         keys, values = map(list, zip(*buffers, strict=True))
         self._previous = self._replays[kind](keys, values, self._previous)
         launch(self._previous)
-
-    def read(self, depth: int, branches: int) -> list[Named]:
-        """Return what is named after each branch at this depth; `branches` is their number."""
-        self._await(self._depths - 1 - depth)
-        first = FOUND + FOUND_WORDS * MOST_ROWS * depth
-        words = self._words[first : first + FOUND_WORDS * branches].reshape(branches, 2, NAMED)
-        tokens, confidences = words[:, 0].astype(np.int64).tolist(), words[:, 1].tolist()
-        return [Named(*pair) for pair in zip(tokens, confidences, strict=True)]
+        self._asked = (self._asked + call.depths) % 2**32
+        self._running = RunningDraft(self._words, call.depths, self._await)
+        return self._running
 
     def _await(self, left: int) -> None:
         """Wait until at most `left` of the requested depths are missing."""

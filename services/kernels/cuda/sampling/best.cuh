@@ -26,6 +26,7 @@ __device__ inline unsigned long long highest_of(unsigned long long rank) {
 // exponentials. WIDTH is at most `head`.
 template <int WIDTH, int WARPS, typename Values>
 __device__ void find_best(const Values& values, int head, float* out) {
+  // The fewer threads, the more columns has each.
   constexpr int HELD = WIDTH < 4 ? WIDTH : 4, STRIDE = 32 * WARPS, FETCHED = WARPS > 8 ? 8 : 32;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   __shared__ unsigned long long found[2][WARPS];

@@ -54,7 +54,7 @@ def guess_tokens(
         rows: [rows, head] logits.
         ids: [head] int32.
         rules: [rows, WORDS], see `rules`.
-        kind: of the rules; it must have been used before it is traced.
+        kind: of the rules.
         host: the reference of the self-test.
     """
     fits = rows.dtype in _TYPES and rows.shape[1] >= CANDIDATES

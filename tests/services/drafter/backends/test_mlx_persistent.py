@@ -93,9 +93,8 @@ class ModelKernel:
         self.calls: list[DraftCall] = []
         self.most = MOST_DEPTHS
         """Depths after which the device does not answer."""
-        self._found: list[list[Named]] = []
 
-    def start(self, buffers: Sequence[Any], call: DraftCall, rules: Any, kind: int) -> None:
+    def start(self, buffers: Sequence[Any], call: DraftCall, rules: Any, kind: int) -> "ModelDraft":
         del kind
         assert len(call.trunk + call.roots) <= MOST_ROWS
         assert 0 < call.depths <= MOST_DEPTHS
@@ -112,13 +111,7 @@ class ModelKernel:
             self._branch(buffers, call, at, root, rules[fork + 2 - call.origin :])
             for at, (root, fork) in enumerate(zip(roots, call.forks, strict=True))
         ]
-        self._found = [list(depth) for depth in zip(*found, strict=True)]
-
-    def read(self, depth: int, branches: int) -> list[Named]:
-        if depth >= self.most:
-            raise Unavailable("gone")
-        assert len(self._found[depth]) == branches
-        return self._found[depth]
+        return ModelDraft(self, [list(depth) for depth in zip(*found, strict=True)])
 
     def _branch(self, buffers: Any, call: DraftCall, at: int, root: int, rules: Any) -> list[Named]:
         fork, found, following = call.forks[at], [], [root]
@@ -155,6 +148,19 @@ class ModelKernel:
             end = first + count if count else cache_.offset
             for buffer, own in zip(pair, (cache_.keys, cache_.values), strict=True):
                 view(buffer)[:, :, to : to + end - first] = np.array(own[:, :, first:end])
+
+
+class ModelDraft:
+    """What such a kernel has found."""
+
+    def __init__(self, kernel: ModelKernel, found: list[list[Named]]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def read(self, depth: int, branches: int) -> list[Named]:
+        if depth >= self._kernel.most:
+            raise Unavailable("gone")
+        assert len(self._found[depth]) == branches
+        return self._found[depth]
 
 
 def equip(backend: MlxBackend) -> ModelKernel:
@@ -353,11 +359,46 @@ def test_a_device_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None
     assert len(kernel.calls) == 1
 
 
-def test_broken_logits_are_an_error() -> None:
+def test_a_device_that_cannot_be_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """What it would prepare or draft is the model's own."""
     backend = as_on_a_gpu(tiny_folder("llama"))
     kernel = equip(backend)
     list(backend.open(1, list(PROMPT), Sampling()))
-    broken = patch.object(kernel, "read", return_value=[Named([3], [float("nan")])])
+    with patch.object(kernel, "start", side_effect=Unavailable("gone")):
+        assert said(backend.prepare(1, read_tree([99, 5]), [1, 2], 3))
+    assert "not used any more: gone" in caplog.text
+    assert len(drafts(backend.draft(1, 99, 3))) == 3
+    assert not kernel.calls
+
+
+def test_two_sequences_take_turns() -> None:
+    backends = as_on_a_gpu(tiny_folder("llama")), as_on_a_gpu(tiny_folder("llama"))
+    kernel, found = equip(backends[1]), []
+    for backend in backends:
+        for number, depth in ((1, 3), (2, 5)):
+            list(backend.open(number, [*PROMPT, number], Sampling()))
+            said(backend.prepare(number, read_tree([99, number]), [1, 2], depth))
+        grown = zip(
+            backend.prepare(1, read_tree([99, 1]), [1, 2], 3),
+            backend.prepare(2, read_tree([99, 2]), [2, 2], 3),
+            strict=True,
+        )
+        found.append(
+            [
+                {*zip(tree.outcomes, tree.tokens, strict=True)}
+                for pair in grown
+                for tree in said(pair)
+            ]
+        )
+    assert found[0] == found[1]
+    assert kernel.calls
+
+
+def test_broken_logits_are_an_error() -> None:
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    equip(backend)
+    list(backend.open(1, list(PROMPT), Sampling()))
+    broken = patch.object(ModelDraft, "read", return_value=[Named([3], [float("nan")])])
     with broken, pytest.raises(NotNumbers):
         said(backend.draft(1, 99, 4))
 
@@ -423,13 +464,13 @@ def test_a_wrong_kernel_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_kernel_with_other_confidences_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    backend, read = as_on_a_gpu(tiny_folder("llama")), ModelKernel.read
+    backend, read = as_on_a_gpu(tiny_folder("llama")), ModelDraft.read
 
-    def read_surer(kernel: ModelKernel, depth: int, branches: int) -> list[Named]:
-        found = read(kernel, depth, branches)
+    def read_surer(draft: ModelDraft, depth: int, branches: int) -> list[Named]:
+        found = read(draft, depth, branches)
         return [Named(tokens, [share**0.5 for share in shares]) for tokens, shares in found]
 
-    with patch.object(ModelKernel, "read", read_surer):
+    with patch.object(ModelDraft, "read", read_surer):
         trace(backend)
     assert backend.ahead is not None
     assert backend.ahead.persistent is None

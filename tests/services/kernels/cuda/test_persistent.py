@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -223,8 +224,8 @@ class Device:
         buffers = [(mx.zeros((1, _KV_HEADS, 256, 64)),) * 2]
         rules = np.tile(np.arange(1, 1 + depths, dtype=np.uint32)[:, None], WORDS)
         call = DraftCall(7, trunk, roots, [6 + len(trunk)] * len(roots), depths)
-        self.drafting.start(buffers, call, rules, GREEDY)
-        return [self.drafting.read(depth, len(roots)) for depth in range(depths)]
+        running = self.drafting.start(buffers, call, rules, GREEDY)
+        return [running.read(depth, len(roots)) for depth in range(depths)]
 
 
 @pytest.mark.parametrize("trunk", [[], list(range(40, 40 + MOST_ROWS // 2))])
@@ -245,6 +246,33 @@ def test_the_slots_of_a_call() -> None:
     """The branches' slots take turns, so many that a shift finds a slot's branch."""
     for roots, taken in ((0, 4), (1, 4), (2, 8), (5, 32), (MOST_ROWS, 64)):
         assert DraftCall(10, [1, 2, 3], [5] * roots, [12] * roots, 4).slots == 13 + taken
+
+
+def test_a_draft_is_read_after_another_one_began() -> None:
+    """Two sequences take turns, depth by depth."""
+    device, rules = Device(), np.ones((4, WORDS), np.uint32)
+    buffers = [(mx.zeros((1, _KV_HEADS, 256, 64)),) * 2]
+    shapes = (([5, 50], 4), ([9], 2))
+    running = []
+    for roots, depths in shapes:
+        call = DraftCall(7, [], roots, [6] * len(roots), depths)
+        running.append(device.drafting.start(buffers, call, rules[:depths], GREEDY))
+    for depth in range(4):
+        for (roots, depths), draft in zip(shapes, running, strict=True):
+            if depth < depths:
+                first = [named.tokens[0] for named in draft.read(depth, len(roots))]
+                assert first == [root + depth + 1 for root in roots]
+
+
+def test_a_launch_that_fails_is_not_waited_for() -> None:
+    device = Device()
+    with (
+        patch.object(persistent, "launch", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError),
+    ):
+        device.draft([], [5], 3)
+    device.box[DONE] = device.drafting._asked  # the kernel never ran
+    assert [found[0].tokens[0] for found in device.draft([], [5], 2)] == [6, 7]
 
 
 def test_the_count_of_depths_may_overflow() -> None:
