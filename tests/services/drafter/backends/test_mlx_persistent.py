@@ -431,7 +431,7 @@ def trace(backend: MlxBackend, *, faster: bool = True, shift: int = 0) -> None:
     assert backend.ahead is not None
 
     def open_(model: Any, ids: mx.array) -> Any:
-        return ModelKernel(model, ids + shift)
+        return ModelKernel(model, (ids + shift) % ids.size)
 
     with (
         patch.object(mlx_persistent, "_open", open_),
