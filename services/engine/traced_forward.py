@@ -78,7 +78,7 @@ class TracedForward:
         """
         forks = span.visible is not None or span.count > MOST_ROWS
         rows = self.pad_rows(span.count) if forks else span.count
-        slots = round_to_traced(max(_count_slots(store), span.start + rows))
+        slots = round_to_traced(max(count_slots(store), span.start + rows))
         return Shape(rows, slots, forks)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -147,7 +147,7 @@ class TracedForward:
 
         Returns 0 if there is no trace of such a shape, or the buffers have to grow first.
         """
-        slots = _count_slots(store)
+        slots = count_slots(store)
         fits = store.length + rows <= slots == round_to_traced(slots)
         return slots if fits and self._has(Shape(rows, slots, forks=True)) else 0
 
@@ -167,14 +167,17 @@ class TracedForward:
         return replayed
 
 
-def _count_slots(store: KVStore) -> int:
+def count_slots(store: KVStore) -> int:
     """Return the number of slots of the present buffers."""
     keys = store.caches[0].keys
     return 0 if keys is None else keys.shape[2]
 
 
+def has_plain_slots(store: KVStore) -> bool:
+    """Return True if every layer keeps its tokens in plain slots, without a window."""
+    return all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
+
+
 def _suits(store: KVStore, span: Span, shape: Shape) -> bool:
     """Return True if passes of this shape can go into the store's plain slots."""
-    return min(shape.rows, shape.slots, span.start) > 0 and all(
-        type(cache) is SlotCache and cache.window is None for cache in store.caches
-    )
+    return min(shape.rows, shape.slots, span.start) > 0 and has_plain_slots(store)

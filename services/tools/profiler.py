@@ -88,7 +88,7 @@ class Profiler(contextlib.ExitStack):
             Path(settings.model), PREFILL_STEP_SIZE, weights=settings.draft_weights
         )
         run_all(backend.try_kernels())
-        run_all(backend.trace())
+        run_all(backend.try_drafts())
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)

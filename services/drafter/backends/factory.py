@@ -68,9 +68,11 @@ def _create_mlx(
     backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
     if unit == "cpu":
         return backend, ()
-    kernels = [Stage("kernels", backend.try_kernels)] if unit.startswith("cuda") else []
-    traces = Stage("traces", backend.trace)
-    return backend, [*kernels, traces, Stage("first passes", partial(warm_drafter, backend))]
+    stages = [Stage("first passes", partial(warm_drafter, backend))]
+    if unit.startswith("cuda"):
+        kernels = Stage("kernels", backend.try_kernels), Stage("drafts", backend.try_drafts)
+        stages = [*kernels, *stages]
+    return backend, stages
 
 
 def _create_head(

@@ -134,8 +134,8 @@ class MlxBackend:
         if (equip_traces := kernels().equip) is not None:
             yield from equip_traces(self._model)
 
-    def trace(self) -> Steps[None]:
-        """Try a kernel for whole drafts."""
+    def try_drafts(self) -> Steps[None]:
+        """Let a kernel compute whole drafts where that pays."""
         if self.ahead is not None:
             yield from try_persistent(self._model, self.ahead.ids, self._use, self._try_draft)
             self.close(TRIAL_SEQUENCE)

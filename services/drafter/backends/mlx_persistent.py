@@ -17,6 +17,7 @@ from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.mlx_tree import DraftedBranch, Trunk
 from services.engine.batch import round_to_traced
+from services.engine.traced_forward import count_slots, has_plain_slots
 from services.kernels.cuda.blocks import find_kernels
 from services.kernels.cuda.persistent import (
     MOST_DEPTHS,
@@ -32,7 +33,7 @@ from services.kernels.cuda.persistent import (
 )
 from services.kernels.cuda.product import Norm
 from services.kernels.cuda.sampling.rules import write_rules
-from services.kv.cache import KVStore, SlotCache
+from services.kv.cache import KVStore
 from services.mlx.patches import Unfit
 from services.mlx.selftest import is_faster
 from services.runtime.preparation import Steps
@@ -73,7 +74,7 @@ class PersistentDrafts:
         # Where outcomes are prepared for, bonus tokens after the last one are named, too.
         depths = count + (trunk.prepares and count < MOST_DEPTHS)
         call = DraftCall(first, tokens[:-1], tokens[-1:], [first + len(tokens) - 2], depths)
-        return self._run(trunk, call, [], count, options)
+        return self._draft(trunk, call, [], count, options) if self._serves(trunk, call) else None
 
     def prepare(
         self, trunk: Trunk, tree: TokenTree, fan_out: list[int], depth: int, options: RoundOptions
@@ -96,30 +97,17 @@ class PersistentDrafts:
         spread = max(forks) - min(forks)
         depths = min(depth + 1, MOST_DEPTHS, MOST_RULES - spread)
         call = DraftCall(first, desired[first:], roots, forks, depths)
-        return self._run(trunk, call, outcomes, depth, options)
-
-    def _run(
-        self,
-        trunk: Trunk,
-        call: DraftCall,
-        outcomes: list[Outcome],
-        depth: int,
-        options: RoundOptions,
-    ) -> Generator[TreeLayer] | None:
-        """Draft the branches of a call; more depths than these only name what may follow."""
-        serves = self._serves(trunk, call)
-        return (
-            self._draft(trunk, call, outcomes, min(depth, call.depths), options) if serves else None
-        )
+        if not self._serves(trunk, call):
+            return None
+        return self._draft(trunk, call, outcomes, min(depth, depths), options)
 
     def _serves(self, trunk: Trunk, call: DraftCall) -> bool:
         store = trunk.store
         if self._kernel is None or not isinstance(store, KVStore) or not store.length:
             return False
-        plain = all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
         fits = len(call.trunk + call.roots) <= MOST_ROWS and 0 < call.depths <= MOST_DEPTHS
-        slots = _count_slots(store, call)
-        return bool(plain and fits and call.forks and call.positions <= MOST_RULES and slots)
+        fits = fits and has_plain_slots(store) and bool(_round_slots(store, call))
+        return fits and bool(call.forks) and call.positions <= MOST_RULES
 
     def _draft(
         self,
@@ -129,6 +117,7 @@ class PersistentDrafts:
         depth: int,
         options: RoundOptions,
     ) -> Generator[TreeLayer]:
+        """Yield `depth` layers of a call; its further depths only name what may follow."""
         running, read = self._start(trunk, call, options), 0
         try:
             for read in range(1, 1 + depth):
@@ -165,7 +154,7 @@ class PersistentDrafts:
         kernel, store = self._kernel, trunk.store
         if kernel is None or not isinstance(store, KVStore):
             raise TypeError("this trunk has no kernel")
-        store.widen(_count_slots(store, call))
+        store.widen(_round_slots(store, call))
         store.own()
         position = call.origin + options.shift
         rules = write_rules(range(position, position + call.positions), trunk.sampling)
@@ -250,18 +239,18 @@ def try_persistent(model: Any, ids: mx.array, use: Use, draft: Draft) -> Steps[N
         drafts = PersistentDrafts(_open(model, ids))
         usual = [draft(trial, _GREEDY)[0] for trial in range(_TRIALS)]
         yield
-        ours = [_run(use, drafts, draft, trial)[0] for trial in range(_TRIALS)]
+        ours = [_draft_by(drafts, use, draft, trial)[0] for trial in range(_TRIALS)]
         yield
         if not _agree(usual, ours):
             return
         times = []
         for chosen in (None, drafts):
-            times.append(min(_run(use, chosen, draft, trial)[1] for trial in range(_TRIALS)))
+            times.append(min(_draft_by(chosen, use, draft, trial)[1] for trial in range(_TRIALS)))
             yield
         if not is_faster(_WHAT, *times):
             return
         for sampling in _OTHERS:
-            _run(use, drafts, draft, 0, sampling)
+            _draft_by(drafts, use, draft, 0, sampling)
             yield
         use(drafts)
     except (Unfit, OSError) as reason:
@@ -271,9 +260,9 @@ def try_persistent(model: Any, ids: mx.array, use: Use, draft: Draft) -> Steps[N
         _log.warning("%s: not used: %s", _WHAT, error)
 
 
-def _run(
-    use: Use,
+def _draft_by(
     drafts: PersistentDrafts | None,
+    use: Use,
     draft: Draft,
     trial: int,
     sampling: Sampling = _GREEDY,
@@ -333,7 +322,6 @@ def _open(model: Any, ids: mx.array) -> PersistentKernel:
     return PersistentKernel(blocks, ends, open_box())
 
 
-def _count_slots(store: KVStore, call: DraftCall) -> int:
+def _round_slots(store: KVStore, call: DraftCall) -> int:
     """Return the slots of buffers with room for a call; 0 if there are none."""
-    keys = store.caches[0].keys
-    return round_to_traced(max(0 if keys is None else keys.shape[2], call.slots))
+    return round_to_traced(max(count_slots(store), call.slots))

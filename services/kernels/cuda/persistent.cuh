@@ -6,7 +6,7 @@ constexpr int MOST_DEPTHS = 16;  // of a branch
 constexpr int MOST_PARTS = 16;   // of the keys, each with a block of its own
 constexpr int PART_STEP = 128;   // a part's keys are a multiple of it
 constexpr int ALONE = 256;       // keys that one block takes, if there are no more
-constexpr int NAMED = 8;  // tokens after each branch
+constexpr int NAMED = 8;         // tokens after each branch
 constexpr int MOST_SPINS = 1 << 20;
 
 // Words of a call, in the host's memory and then on the device: the depths done before; of the trunk
@@ -74,7 +74,9 @@ __device__ inline bool sync_grid(unsigned long long* arrived, int blocks) {
 // Rows that are computed together, with neighbouring slots: first some of the trunk, then one of
 // each branch. The branches' slots are `scratch` and those after it, in turn.
 struct Pass {
-  int depth, rows, of_trunk, headed, slot, scratch, stride;  // headed: the first whose next tokens are named
+  int depth, rows, of_trunk;
+  int first_named;  // row whose next tokens are named, like those of all after it
+  int slot, scratch, stride;
   const unsigned* forks;
 
   __device__ bool operator()(int row, int key) const {  // whether it sees that slot
@@ -226,9 +228,9 @@ struct Drafting {
     const int fed = call[COUNT], branches = call[BRANCHES], first = call[FIRST];
     int stride = 1;
     while (stride < branches) stride *= 2;
-    const int of_trunk = depth == 0 ? fed : 0, headed = branches > 0 ? of_trunk : 0;
+    const int of_trunk = depth == 0 ? fed : 0, first_named = branches > 0 ? of_trunk : 0;
     const int slot = depth == 0 ? first : first + fed + depth * stride;
-    return Pass{depth, of_trunk + branches, of_trunk, headed, slot, first + fed, stride,
+    return Pass{depth, of_trunk + branches, of_trunk, first_named, slot, first + fed, stride,
                 call + FORKS};
   }
 
@@ -252,7 +254,7 @@ struct Drafting {
 
   // Names the tokens after each branch, and embeds the likeliest for the next pass.
   __device__ void choose(const Pass& pass) const {
-    share(pass.rows - pass.headed, [&](int branch) {
+    share(pass.rows - pass.first_named, [&](int branch) {
       __shared__ int token;
       float* found = own.found[branch];
       const int position = own.call[FORKS + branch] + 2 + pass.depth;
@@ -286,7 +288,7 @@ struct Drafting {
     Head<T, WIDTH, COLUMNS, WARPS> head;
     head.fetch(ends.head, block, blocks);
     if (!sync()) return false;
-    head.run(own.x + pass.headed * WIDTH, ends.gain, eps, pass.rows - pass.headed, blocks,
+    head.run(own.x + pass.first_named * WIDTH, ends.gain, eps, pass.rows - pass.first_named, blocks,
              own.logits);
     return sync();
   }

@@ -437,7 +437,7 @@ def trace(backend: MlxBackend, *, faster: bool = True, shift: int = 0) -> None:
         patch.object(mlx_persistent, "_open", open_),
         patch.object(mlx_persistent, "is_faster", lambda *_: faster),
     ):
-        run_all(backend.trace())
+        run_all(backend.try_drafts())
 
 
 def test_a_right_and_fast_kernel_is_used() -> None:
@@ -480,7 +480,7 @@ def test_a_kernel_with_other_confidences_is_not_used(caplog: pytest.LogCaptureFi
 def test_a_model_without_kernels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     backend = as_on_a_gpu(tiny_folder("llama"))
-    run_all(backend.trace())
+    run_all(backend.try_drafts())
     assert backend.ahead is not None
     assert backend.ahead.persistent is None
     assert "branches drafted in one launch: not used: its blocks have no kernels" in caplog.text

@@ -169,8 +169,8 @@ def test_a_drafters_hello_has_the_time_of_its_drafts(monkeypatch: pytest.MonkeyP
     backend, folder = MlxBackend(tiny_folder("llama"), 512), str(tiny_folder("llama"))
     address = "ipc:///tmp/nobody"
     settings = DrafterSettings(address=address, lifeline=0, backend="mlx", model=folder)
-    main._serve(settings, backend, [Stage("traces", backend.trace)])
-    assert hellos.pop().preparation.total == 4  # with traces, drafts are timed again
+    main._serve(settings, backend, [Stage("drafts", backend.try_drafts)])
+    assert hellos.pop().preparation.total == 4  # with a stage, drafts are timed again
     main._serve(settings, backend)
     [hello] = hellos
     assert hello.pass_times.chains[1] > 0.0
