@@ -7,6 +7,7 @@ constexpr int MOST_PARTS = 16;   // of the keys, each with a block of its own
 constexpr int PART_STEP = 128;   // a part's keys are a multiple of it
 constexpr int ALONE = 256;       // keys that one block takes, if there are no more
 constexpr int NAMED = 8;         // tokens after each branch
+constexpr int MOST_SCANS = 16;   // parts of a row of logits, each with a block of its own
 constexpr int MOST_SPINS = 1 << 20;
 
 // Words of a call, in the host's memory and then on the device: the depths done before; of the trunk
@@ -42,6 +43,7 @@ struct Scratch {
   unsigned long long arrived;  // blocks at all barriers so far
   unsigned call[CALL_WORDS];
   float found[MOST_ROWS][FOUND_WORDS];
+  float scanned[MOST_ROWS][MOST_SCANS][2 * CANDIDATES + 1];  // `Best` of parts of the logits
   Rotation rotations[MOST_ROWS][D / 2];  // of the rows' positions
   alignas(16) float parts[MOST_PARTS * MOST_ROWS * HEADS * Part<D>::NUMBERS];
   alignas(16) T x[MOST_ROWS * WIDTH];
@@ -91,6 +93,7 @@ template <typename T, int D, int HEADS, int KV_HEADS, int ROTATED, int WIDTH, in
           int COLUMNS, int KIND, int WARPS>
 struct Drafting {
   using Own = Scratch<T, D, HEADS, KV_HEADS, WIDTH, HIDDEN, COLUMNS>;
+  using Named = Best<NAMED, KIND>;
   static constexpr int GROUP = HEADS / KV_HEADS, ALL = Own::ALL;
   using Narrow = Product<T, WIDTH, false, WARPS>;
   using Attended = Product<T, HEADS * D, false, WARPS>;
@@ -252,18 +255,38 @@ struct Drafting {
     });
   }
 
+  // Position of the token after a branch, and its rule.
+  __device__ int position_of(const Pass& pass, int branch) const {
+    return own.call[FORKS + branch] + 2 + pass.depth;
+  }
+  __device__ const unsigned* rule_of(const Pass& pass, int branch) const {
+    return own.call + RULES + (position_of(pass, branch) - int(own.call[ORIGIN])) * RULE_WORDS;
+  }
+
+  __device__ Named* scanned(int branch) const {
+    return reinterpret_cast<Named*>(own.scanned[branch]);
+  }
+
+  // Finds the best columns of `parts` parts of each branch's logits.
+  __device__ void scan(const Pass& pass, int named, int parts) const {
+    share(named * parts, [&](int unit) {
+      const int branch = unit / parts, part = unit % parts;
+      const Row<T> logits{own.logits + long(branch) * COLUMNS, 1};
+      scan_columns<NAMED, KIND, WARPS>(logits, COLUMNS * part / parts, COLUMNS * (part + 1) / parts,
+                                       ends.ids, rule_of(pass, branch), scanned(branch)[part]);
+    });
+  }
+
   // Names the tokens after each branch, and embeds the likeliest for the next pass.
-  __device__ void choose(const Pass& pass) const {
-    share(pass.rows - pass.first_named, [&](int branch) {
+  __device__ void choose(const Pass& pass, int named, int parts) const {
+    share(named, [&](int branch) {
+      __shared__ Named best;
       __shared__ int token;
       float* found = own.found[branch];
-      const int position = own.call[FORKS + branch] + 2 + pass.depth;
-      const unsigned* rule = own.call + RULES + (position - int(own.call[ORIGIN])) * RULE_WORDS;
-      const Row<T> logits{own.logits + long(branch) * COLUMNS, 1};
-      guess_tokens<NAMED, KIND, WARPS>(logits, COLUMNS, ends.ids, rule, &token, found,
-                                       found + NAMED);
+      join_parts<NAMED, KIND, WARPS>(scanned(branch), parts, best);
+      name_tokens<NAMED, KIND>(best, ends.ids, rule_of(pass, branch), &token, found, found + NAMED);
       __syncthreads();
-      place(branch, token, position);
+      place(branch, token, position_of(pass, branch));
     });
   }
 
@@ -309,8 +332,12 @@ struct Drafting {
       if (depth == depths) return;
       const Pass pass = pass_of(depth);
       if (!run_pass(layers, count, narrow, pass, sync)) return;
+      const int named = pass.rows - pass.first_named;
+      const int parts = max(1, min(min(blocks / named, MOST_SCANS), COLUMNS / Named::COUNT));
+      scan(pass, named, parts);
       narrow.fetch(layers[0].qkv, ALL * D, block);
-      choose(pass);
+      if (!sync()) return;
+      choose(pass, named, parts);
     }
   }
 };

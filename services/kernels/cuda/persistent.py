@@ -32,11 +32,12 @@ from services.kernels.cuda import pinned
 from services.kernels.cuda.blocks import BlockKernels
 from services.kernels.cuda.kernel import LANES, build
 from services.kernels.cuda.product import Norm
+from services.kernels.cuda.sampling.guess import CANDIDATES
 from services.mlx.launching import launch
 
 MOST_ROWS, MOST_DEPTHS = 16, 16
 """Rows of a pass, and the tokens of a branch; as in persistent.cuh."""
-MOST_PARTS = 16
+MOST_PARTS = MOST_SCANS = 16
 NAMED = 8
 """Tokens named after each branch at each depth."""
 CALLED, COUNT, FIRST, BRANCHES, DEPTHS, ORIGIN, FED = range(7)
@@ -235,7 +236,7 @@ class PersistentKernel:
         numbers = MOST_ROWS * (row + ends.ids.size)
         parts = MOST_PARTS * MOST_ROWS * heads.heads * (heads.size + 2)
         rotations = MOST_ROWS * heads.size
-        found = MOST_ROWS * FOUND_WORDS
+        found = MOST_ROWS * (FOUND_WORDS + MOST_SCANS * (2 * CANDIDATES + 1))
         return FOUND + found + rotations + parts + -(-numbers * ends.head.dtype.size // 4)
 
     def _launch(

@@ -14,22 +14,62 @@ struct Perturbed {
   }
 };
 
-// The largest, and the logarithm of the sum of all exponentials.
-__device__ inline float sum_logarithms(const float* values, int count) {
+// The logarithm of the sum of all exponentials; the values are `step` apart.
+__device__ inline float sum_logarithms(const float* values, int count, int step = 1) {
   float top = values[0], sum = 0.0f;
-  for (int i = 1; i < count; i++) top = fmaxf(top, values[i]);
-  for (int i = 0; i < count; i++) sum += expf(values[i] - top);
+  for (int i = 1; i < count; i++) top = fmaxf(top, values[i * step]);
+  for (int i = 0; i < count; i++) sum += expf(values[i * step] - top);
   return top + logf(sum);
 }
 
-// The best candidates by logit, of which the filters drop some, put in order of their scores.
-// `best`: what `find_best` wrote of them; afterwards the WIDTH best, and the total with noise.
+// The best of some columns: their numbers, their values, and the logarithm of the sum of the
+// exponentials of all of these columns.
+template <int WIDTH, int KIND>
+struct Best {
+  static constexpr int COUNT = KIND == 2 ? CANDIDATES : WIDTH;
+  float columns[COUNT], values[COUNT], total;
+};
+
+// Finds the best columns from `first` to before `last`, at least Best::COUNT, by one block.
+template <int WIDTH, int KIND, int WARPS, typename Values>
+__device__ void scan_columns(const Values& values, int first, int last, const int* ids,
+                             const unsigned* words, Best<WIDTH, KIND>& best) {
+  constexpr int COUNT = Best<WIDTH, KIND>::COUNT;
+  const auto part = [&](int column) { return values(first + column); };
+  if constexpr (KIND == 1) {
+    const Rule rule(words);
+    find_best<COUNT, WARPS>(Perturbed<decltype(part)>{part, ids + first, rule}, last - first,
+                            reinterpret_cast<float*>(&best));
+  } else {
+    find_best<COUNT, WARPS>(part, last - first, reinterpret_cast<float*>(&best));
+  }
+  __syncthreads();
+  if (threadIdx.x < COUNT) best.columns[threadIdx.x] += first;
+}
+
+// Finds the best of several parts of a row.
+template <int WIDTH, int KIND, int WARPS>
+__device__ void join_parts(const Best<WIDTH, KIND>* parts, int count, Best<WIDTH, KIND>& best) {
+  using Own = Best<WIDTH, KIND>;
+  constexpr int COUNT = Own::COUNT;
+  find_best<COUNT, WARPS>([&](int at) { return parts[at / COUNT].values[at % COUNT]; },
+                          count * COUNT, reinterpret_cast<float*>(&best));
+  __syncthreads();
+  if (threadIdx.x < COUNT) {
+    const int at = int(best.columns[threadIdx.x]);
+    best.columns[threadIdx.x] = parts[at / COUNT].columns[at % COUNT];
+  }
+  if (threadIdx.x == 0) best.total = sum_logarithms(&parts->total, count, sizeof(Own) / sizeof(float));
+}
+
+// Of the best candidates by logit the filters drop some; the others are put in order of their
+// scores. Afterwards `best` has the WIDTH best, and the total with noise.
 template <int WIDTH>
-__device__ void rank_filtered(float* best, const int* ids, const Rule& rule) {
+__device__ void rank_filtered(Best<WIDTH, 2>& best, const int* ids, const Rule& rule) {
   __shared__ float scores[CANDIDATES];
   const int own = threadIdx.x;
-  float *columns = best, *logits = best + CANDIDATES;
-  const float candidates = sum_logarithms(logits, CANDIDATES), total = best[2 * CANDIDATES];
+  float *columns = best.columns, *logits = best.values;
+  const float candidates = sum_logarithms(logits, CANDIDATES), total = best.total;
   if (own < CANDIDATES) {
     float before = 0.0f;
     for (int i = 0; i < own; i++) before += expf(logits[i] - candidates);
@@ -51,32 +91,26 @@ __device__ void rank_filtered(float* best, const int* ids, const Rule& rule) {
   const float column = own < CANDIDATES ? columns[own] : 0.0f;
   __syncthreads();
   if (own < CANDIDATES && place < WIDTH) {
-    best[place] = column;
-    best[WIDTH + place] = scores[own];
+    columns[place] = column;
+    logits[place] = scores[own];
   }
-  if (own == 0) best[2 * WIDTH] = top + logf(expf(rest - top) + expf(ranked - top));
+  if (own == 0) best.total = top + logf(expf(rest - top) + expf(ranked - top));
 }
 
-// Writes the likeliest token, the ids of the WIDTH likeliest, and how sure each is.
-template <int WIDTH, int KIND, int WARPS, typename Values>
-__device__ void guess_tokens(const Values& values, int head, const int* ids, const unsigned* words,
-                             int* token, float* named, float* sure) {
-  constexpr bool FILTERED = KIND == 2;
-  __shared__ float best[2 * (FILTERED ? CANDIDATES : WIDTH) + 1];
-  const Rule rule(words);
-  if constexpr (KIND == 1)
-    find_best<WIDTH, WARPS>(Perturbed<Values>{values, ids, rule}, head, best);
-  else
-    find_best<(FILTERED ? CANDIDATES : WIDTH), WARPS>(values, head, best);
+// Writes the likeliest token, the ids of the WIDTH likeliest, and how sure each is. `best` is shared
+// by the block, and has the best columns of a whole row.
+template <int WIDTH, int KIND>
+__device__ void name_tokens(Best<WIDTH, KIND>& best, const int* ids, const unsigned* words,
+                            int* token, float* named, float* sure) {
   __syncthreads();
-  if constexpr (FILTERED) {
-    rank_filtered<WIDTH>(best, ids, rule);
+  if constexpr (KIND == 2) {
+    rank_filtered<WIDTH>(best, ids, Rule(words));
     __syncthreads();
   }
   const int own = threadIdx.x;
   if (own >= WIDTH) return;
-  const int id = ids[int(best[own])];
+  const int id = ids[int(best.columns[own])];
   named[own] = float(id);
-  sure[own] = expf(best[WIDTH + own] - best[2 * WIDTH]);
+  sure[own] = expf(best.values[own] - best.total);
   if (own == 0) *token = id;
 }

@@ -35,10 +35,12 @@ Guesses = tuple[mx.array, mx.array]
 """See `sampling.device.guess`."""
 
 _BODY = """
-guess_tokens<1, KIND, WARPS>(
-    Row<T>{rows + blockIdx.x * rows_strides[0], long(rows_strides[1])}, rows_shape[1], ids,
-    rules + blockIdx.x * rules_shape[1], tokens + blockIdx.x, found + blockIdx.x,
-    found + rows_shape[0] + blockIdx.x);
+__shared__ Best<1, KIND> best;
+const uint32_t* rule = rules + blockIdx.x * rules_shape[1];
+const Row<T> row{rows + blockIdx.x * rows_strides[0], long(rows_strides[1])};
+scan_columns<1, KIND, WARPS>(row, 0, rows_shape[1], ids, rule, best);
+name_tokens<1, KIND>(best, ids, rule, tokens + blockIdx.x, found + blockIdx.x,
+                     found + rows_shape[0] + blockIdx.x);
 """
 
 Host = Callable[[Any, list[int], Any, Sampling], tuple[Any, Any]]

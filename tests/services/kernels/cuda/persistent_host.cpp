@@ -17,7 +17,7 @@ constexpr int WARPS = 8;
 #include "early_product.cuh"
 #include "persistent.cuh"
 
-constexpr int D = SIZE, HEADS = 4, KV_HEADS = 2, WIDTH = 256, HIDDEN = 104, COLUMNS = 100;
+constexpr int D = SIZE, HEADS = 4, KV_HEADS = 2, WIDTH = 256, HIDDEN = 104, COLUMNS = 140;
 constexpr int LAYERS = 2;
 using Branches = Drafting<float, D, HEADS, KV_HEADS, D, WIDTH, HIDDEN, COLUMNS, CHOICE, WARPS>;
 

@@ -42,7 +42,7 @@ from services.kernels.cuda.sampling.rules import WORDS, write_rules
 from services.sampling import candidates
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
-_COLUMNS, _VOCABULARY, _LAYERS, _KV_HEADS = 100, 130, 2, 2
+_COLUMNS, _VOCABULARY, _LAYERS, _KV_HEADS = 140, 170, 2, 2
 _SHAPE = {
     "hidden_size": 256, "num_hidden_layers": _LAYERS, "intermediate_size": 104,
     "num_attention_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": _VOCABULARY,

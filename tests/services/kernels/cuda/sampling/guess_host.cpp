@@ -18,9 +18,17 @@ void guess() {
   const std::vector<int> ids(named.begin(), named.end());
   std::vector<float> out(1 + 2 * GUESSES);
   int token = 0;
+  const int count = head < 4 * CANDIDATES ? 1 : 4;
+  Best<GUESSES, KIND> best, parts[4];
   run_block([&] {
-    guess_tokens<GUESSES, KIND, WARPS>(Row<float>{row.data(), 1}, head, ids.data(), words.data(),
-                                       &token, out.data() + 1, out.data() + 1 + GUESSES);
+    const Row<float> values{row.data(), 1};
+    for (int part = 0; part < count; part++)
+      scan_columns<GUESSES, KIND, WARPS>(values, head * part / count, head * (part + 1) / count,
+                                         ids.data(), words.data(), parts[part]);
+    __syncthreads();
+    join_parts<GUESSES, KIND, WARPS>(parts, count, best);
+    name_tokens<GUESSES, KIND>(best, ids.data(), words.data(), &token, out.data() + 1,
+                               out.data() + 1 + GUESSES);
   });
   out[0] = float(token);
   print(out);

@@ -60,12 +60,15 @@ def test_guesses_what_the_host_does(
         np.testing.assert_allclose(found[1 + width :], sure, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("head", [100, 300])
 @each_case
-def test_a_logit_that_is_no_number_is_noticed(kernel: Path, kind: int, sampling: Sampling) -> None:
-    row, ids = draw(0, 100)
+def test_a_logit_that_is_no_number_is_noticed(
+    kernel: Path, kind: int, sampling: Sampling, head: int
+) -> None:
+    row, ids = draw(0, head)
     row[50] = np.nan
     words = halve_words(write_rules([0], sampling))
-    assert np.isnan(run_kernel(kernel, 1, kind, 100, words, ids, row)[-1])
+    assert np.isnan(run_kernel(kernel, 1, kind, head, words, ids, row)[-1])
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
