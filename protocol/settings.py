@@ -54,6 +54,12 @@ For the 0.5B of Qwen2.5-Coder that halves T_d and costs no acceptance; a small d
 target loses more acceptance than it gains time (docs/lab/real-models.md).
 """
 
+FREQUENT_TOKENS = 16_000
+"""Tokens that a drafter proposes at most if its folder lists them (`draft_head.json`, the most
+frequent first), except on CUDA: on two cores 32,000 take 1.3 ms longer for each token, and gain no
+more than that costs (docs/lab/drafter-training.md).
+"""
+
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Device of a process: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's default."""
 

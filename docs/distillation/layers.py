@@ -28,6 +28,7 @@ class Student:
         target: Weights,
         shape: tuple[int, int],
         head: torch.Tensor,
+        init: Weights | None = None,
     ) -> None:
         self.layers, self.mlp = shape
         self._embedding = target["model.embed_tokens.weight"]
@@ -39,6 +40,8 @@ class Student:
         self._size: int = config.get("head_dim") or self._width // self.heads
         self._epsilon: float = config["rms_norm_eps"]
         self._weights = _inherit(target, config["num_hidden_layers"], shape)
+        for name, weight in (init or {}).items():
+            self._weights[name].copy_(weight)
         for weight in self._weights.values():
             weight.requires_grad_()
         half = torch.arange(0, self._size, 2, device=self.device, dtype=torch.float32) / self._size

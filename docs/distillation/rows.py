@@ -128,9 +128,9 @@ class Rows:
 
 
 def frequent(counts: torch.Tensor, size: int, config: dict[str, Any]) -> torch.Tensor:
-    """Return the ids of a head, ascending: the ends of answers and the most frequent tokens."""
+    """Return the ids of a head: the ends of answers and the most frequent tokens come first."""
     stops = config.get("eos_token_id") or []
     counts[stops if isinstance(stops, list) else [stops]] = int(counts.max()) + 1
     # Among tokens that never occurred, those of small ids are the more frequent ones.
     order = counts.double() - torch.arange(len(counts), device=counts.device) / len(counts)
-    return order.topk(min(size, len(counts))).indices.sort().values
+    return order.topk(min(size, len(counts))).indices

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from corpus import read_corpus
 from decoding import Model, Row, Rows, Template, Written, write
 from openers import opener
 from prompts import Prompt, Sources, make_prompts
@@ -86,15 +87,15 @@ class Writer:
         """As the server renders it."""
         return self._chat.encode([ChatMessage(**m) for m in one.messages], one.tools)
 
-    def sources(self, count: int) -> Sources:
-        """What the target writes to be read: passages on our topics, and half as many files."""
+    def sources(self, count: int, given: Sources) -> Sources:
+        """What is read: the given texts, passages that the target writes, half as many files."""
         r = random.Random(self._seed)  # noqa: S311  # not for secrets
         prompts = [(passage_prompt(r), "passage", 224) for _ in range(count)]
         prompts += [(file_prompt(r), "file", 448) for _ in range(count // 2)]
-        given = self.encode([prompt for prompt, _, _ in prompts])
+        encoded = self.encode([prompt for prompt, _, _ in prompts])
         rows = [
             Row(tokens, 0.8, kind, longest)
-            for tokens, (_, kind, longest) in zip(given, prompts, strict=True)
+            for tokens, (_, kind, longest) in zip(encoded, prompts, strict=True)
         ]
         stops = set(self.template.stops)
         passages, files = [], []
@@ -107,8 +108,8 @@ class Writer:
             # What was cut ends with a sentence.
             passages.append(text[: max(text.rfind(". "), text.rfind(".\n")) + 1] or text)
         return Sources(
-            [text for text in passages if 150 < len(text) < 900],
-            [file for file in files if file is not None],
+            [*given.passages, *(text for text in passages if 150 < len(text) < 900)],
+            [*given.files, *(file for file in files if file is not None)],
         )
 
     def groups(self, prompts: list[Prompt]) -> list[list[Row]]:
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=200_000)
+    parser.add_argument("--corpus", type=Path, help="JSON lines, see corpus.py")
     parser.add_argument("--passages", type=int, default=4096)
     parser.add_argument("--slots", type=int, default=2048)
     parser.add_argument("--length", type=int, default=1024)
@@ -219,11 +221,12 @@ def main() -> None:
     until = time.monotonic() + flags.seconds
     wanted = Wanted(flags.slots, flags.length, flags.answer, flags.invented)
     writer = Writer(flags.target, flags.device, flags.seed, wanted)
-    sources = writer.sources(flags.passages)
+    corpus = read_corpus(flags.corpus)
+    sources = writer.sources(flags.passages, corpus.sources)
     read = f"{len(sources.passages)} passages and {len(sources.files)} files"
     print(f"{read}, {until - time.monotonic():.0f} s left", flush=True)
     prompts = make_prompts(flags.prompts, sources, flags.seed, has_tools=writer.has_tools)
-    groups = writer.groups(prompts)
+    groups = writer.groups([*prompts, *corpus.prompts])
     print(f"{len(groups)} groups, {until - time.monotonic():.0f} s left", flush=True)
     writer.write(iter(groups), flags.out, until)
 

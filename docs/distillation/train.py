@@ -123,6 +123,13 @@ def write(out: Path, student: Student, config: dict[str, Any], head: list[int]) 
     (out / "draft_head.json").write_text(json.dumps(head))
 
 
+def _read_init(folder: Path | None, device: str) -> dict[str, torch.Tensor] | None:
+    """Return the weights of a drafter to start from."""
+    if folder is None:
+        return None
+    return read_weights(folder, read_config(folder), device, torch.float32)
+
+
 def _group() -> tuple[Group, str]:
     if not torch.cuda.is_available():
         return Group(0, 1), "cpu"
@@ -137,6 +144,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--init", type=Path, help="such a folder, to start from")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mlp", type=int, default=2176)
@@ -162,8 +170,9 @@ def main() -> None:
     counts = group.sum(rows.counts(config["vocab_size"], device))
     head = frequent(counts, flags.head, config)
     held = rows.split(head)
-    student = Student(config, weights, (flags.layers, flags.mlp), head)
-    del weights
+    init = _read_init(flags.init, device)
+    student = Student(config, weights, (flags.layers, flags.mlp), head, init)
+    del weights, init
     if group.rank == 0:
         print(f"{rows.answered} tokens of answers, {student.size} weights, head of {len(head)}", flush=True)  # fmt: skip
     train(student, rows, group, flags)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from protocol.errors import ModelError
 from protocol.safetensors import read_header
-from protocol.settings import MANY_DRAFT_WEIGHTS
+from protocol.settings import FREQUENT_TOKENS, MANY_DRAFT_WEIGHTS
 
 _PACKED_ON_CPU = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Architectures whose weights stay packed on a CPU (`services.kernels.cpu.equip`)."""
@@ -122,8 +122,10 @@ def weights_of(folder: Path) -> Weights:
 
 
 def _share_of_head(path: Path, vocabulary_size: int) -> float:
-    """Return the share of the head's rows that a drafter keeps."""
-    return len(json.loads(path.read_bytes())) / vocabulary_size if path.exists() else 1.0
+    """Return the share of the head's rows that a drafter reads, except on CUDA."""
+    if not path.exists():
+        return 1.0
+    return min(FREQUENT_TOKENS, len(json.loads(path.read_bytes()))) / vocabulary_size
 
 
 def _read_in_a_pass(sizes: dict[str, int], kept: float) -> dict[str, int]:

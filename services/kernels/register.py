@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from protocol.settings import FREQUENT_TOKENS
 from services.kernels.cpu import attention as cpu_attention
 from services.kernels.cpu.choice import choose_on_cpu
 from services.kernels.cuda import attention as cuda_attention
@@ -45,6 +46,8 @@ class Kernels(NamedTuple):
     """Attention over slots of several sequences in one buffer."""
     equip: Callable[[Any], Steps[Any]] | None = None
     """Lets traces of a model use kernels for products and blocks."""
+    widest_head: int | None = FREQUENT_TOKENS
+    """Most columns of a drafter's trimmed head; None: one more costs next to nothing."""
     most_shared_rows: int = 64
     """Most tokens of a pass that several sequences share."""
     plans_shapes: bool = False
@@ -75,6 +78,7 @@ KERNELS = {
         guess=guess_tokens,
         attend_table=cuda_attention.attend_table,
         equip=equip_for_cuda,
+        widest_head=None,
         plans_shapes=True,
         holds_arrays=True,
         batches_recurrences=True,

@@ -16,6 +16,7 @@ from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import UsageError
 from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenDifference
 from protocol.messages import Tokens
+from protocol.settings import FREQUENT_TOKENS
 from services.coreml.model import ConvertedModel, chain_feed
 from services.kernels.cpu.equip import equip, takes
 from services.kernels.register import kernels
@@ -57,7 +58,7 @@ def write_answers(folder: Path, prompts: list[Tokens], count: int) -> Iterator[A
     """
     loaded = load(folder, as_stored=takes)
     module: Any = loaded.module
-    head_ids = trim_head(module, folder)
+    head_ids = trim_head(module, folder, FREQUENT_TOKENS)
     ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
     if not kernels().on_gpu:
         equip(module)
@@ -78,7 +79,7 @@ class ParityModel:
         loaded = load(folder)
         self._module: Any = loaded.module
         self.vocabulary = loaded.vocabulary
-        head_ids = trim_head(self._module, folder)
+        head_ids = trim_head(self._module, folder, FREQUENT_TOKENS)
         self._ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
 
     def distributions(self, texts: list[AnsweredPrompt]) -> ParityDistributions:

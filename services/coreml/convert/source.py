@@ -9,6 +9,7 @@ from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ModelError
 from protocol.jobs.convert import Compression
 from protocol.messages import Token
+from protocol.settings import FREQUENT_TOKENS
 from services.coreml.architecture import Architecture, read_architecture
 from services.coreml.convert.compression import Packed, pack
 from services.coreml.convert.weights import ModelTensors
@@ -92,4 +93,4 @@ def _head_ids(folder: Path, vocabulary: int) -> Ids | None:
         raise ModelError(f"{str(path)!r} is not a list of token ids ({error})") from error
     if not ids.size or ids.max() >= vocabulary or np.unique(ids).size != ids.size:
         raise ModelError(f"{str(path)!r} is not a list of distinct ids below {vocabulary}")
-    return ids
+    return ids[:FREQUENT_TOKENS]

@@ -103,7 +103,7 @@ class MlxBackend:
         is_given, loaded = loaded is not None, loaded or load(folder, as_stored=takes)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
-        self._head_ids = None if is_given else trim_head(self._model, folder)
+        self._head_ids = None if is_given else trim_head(self._model, folder, kernels().widest_head)
         self._bucketed, self._on_gpu = kernels().plans_shapes, kernels().on_gpu
         self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size, short=True)

@@ -57,8 +57,8 @@ def test_each_shipped_drafter_is_complete(models: Path) -> None:
         folder = find_shipped_weights(target)
         config = json.loads((folder / "config.json").read_text())
         head = json.loads((folder / "draft_head.json").read_text())
-        assert sorted(set(head)) == head
-        assert head[-1] < config["vocab_size"]
+        assert len(set(head)) == len(head)
+        assert max(head) < config["vocab_size"]
         assert (folder / "README.md").is_file()
         assert (folder / "LICENSE").is_file()
         assert (folder / "model.safetensors").stat().st_size < 40e6

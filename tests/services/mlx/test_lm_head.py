@@ -45,6 +45,17 @@ def test_columns_are_those_of_the_kept_tokens(family: str, tmp_path: Path) -> No
     np.testing.assert_allclose(expected, logits_of(module), atol=1e-4)
 
 
+@pytest.mark.parametrize("most", [None, 2, 100])
+def test_the_first_tokens_are_kept(most: int | None, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, json.dumps(IDS))
+    module = load(folder).module
+    expected = logits_of(module)[..., IDS[:most]]
+    ids = trim_head(module, folder, most)
+    assert ids is not None
+    assert ids.tolist() == IDS[:most]
+    np.testing.assert_allclose(expected, logits_of(module), atol=1e-4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", [(32, 4, "affine"), (64, 8, "affine"), (32, 4, "mxfp4")])
 def test_quantised_heads_are_trimmed(
