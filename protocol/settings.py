@@ -48,16 +48,11 @@ draft almost as well; float: as loaded. `auto`: on a CPU int8, of large drafters
 """
 
 MANY_DRAFT_WEIGHTS = 200_000_000
-"""Weights above which `auto` rounds a drafter to four bits on a CPU.
-
-For the 0.5B of Qwen2.5-Coder that halves T_d and costs no acceptance; a small drafter made for its
-target loses more acceptance than it gains time (docs/lab/real-models.md).
-"""
+"""Weights above which `auto` rounds a drafter to four bits on a CPU: smaller ones lose by it."""
 
 FREQUENT_TOKENS = 16_000
-"""Tokens that a drafter proposes at most if its folder lists them (`draft_head.json`, the most
-frequent first), except on CUDA: on two cores 32,000 take 1.3 ms longer for each token, and gain no
-more than that costs (docs/lab/drafter-training.md).
+"""Most tokens of `draft_head.json`, the most frequent first, that drafters propose but on CUDA: on
+two cores 32,000 are 5 % slower (docs/lab/drafter-training.md).
 """
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]

@@ -121,11 +121,10 @@ def weights_of(folder: Path) -> Weights:
     )
 
 
-def _share_of_head(path: Path, vocabulary_size: int) -> float:
+def _share_of_head(path: Path, size: int) -> float:
     """Return the share of the head's rows that a drafter reads, except on CUDA."""
-    if not path.exists():
-        return 1.0
-    return min(FREQUENT_TOKENS, len(json.loads(path.read_bytes()))) / vocabulary_size
+    kept = json.loads(path.read_bytes())[:FREQUENT_TOKENS] if path.exists() else range(size)
+    return len(kept) / size
 
 
 def _read_in_a_pass(sizes: dict[str, int], kept: float) -> dict[str, int]:

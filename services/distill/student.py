@@ -227,7 +227,7 @@ def _narrow(weights: Weights, prefix: str, width: int) -> None:
 
 
 def frequent_ids(tokens: Ids, vocabulary: int, size: int, always: list[int]) -> Ids:
-    """Return the ids of a trimmed head, ascending: `always`, then the most frequent tokens.
+    """Return the ids of a trimmed head: `always`, then tokens from the most frequent on.
 
     Tokens that never occurred follow in the order of their ids, which for a learned vocabulary is
     nearly that of their frequency.
@@ -235,5 +235,5 @@ def frequent_ids(tokens: Ids, vocabulary: int, size: int, always: list[int]) -> 
     counts = np.bincount(tokens, minlength=vocabulary)[:vocabulary].astype(np.int64)
     counts[always] = len(tokens) + 1
     order = np.lexsort((np.arange(vocabulary), -counts))
-    ids: Ids = np.sort(order[: min(size, vocabulary)]).astype(np.int64)
+    ids: Ids = order[: min(size, vocabulary)].astype(np.int64)
     return ids

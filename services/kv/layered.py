@@ -275,7 +275,7 @@ class LayeredState:
     def _can_fork(self, length: int) -> bool:
         """Return True if the present state can be rewound to this length."""
         if length == self._begin():
-            return self._mark is None or all(map(_is_copied, self._mark.others))
+            return self._mark is None or all(isinstance(mark, dict) for mark in self._mark.others)
         return not self._others and all(window.can_cut(length) for window in self._windows)
 
     def fork(self, length: int) -> "LayeredState":
@@ -394,7 +394,3 @@ class LayeredState:
             else:
                 slots.append((keys, values))
         self._slots.take(slots, length)
-
-
-def _is_copied(mark: Any) -> bool:
-    return isinstance(mark, dict)

@@ -5,7 +5,7 @@ faster.
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import mlx.core as mx
@@ -275,25 +275,21 @@ def _draft_by(
         use(None)
 
 
-def _pair_firsts(
-    usual: list[TreeLayer], ours: list[TreeLayer]
-) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
-    """Yield token and confidence of each branch's first token, as usual and as ours."""
-    for layer, other in zip(usual, ours, strict=True):
-        found = {branch: (token, share) for branch, token, share in _list_branches(other)}
-        for branch, token, share in _list_branches(layer):
-            yield (token, share), found.get(branch, (-1, 0.0))
-
-
-def _list_branches(layer: TreeLayer) -> list[tuple[Outcome | None, int, float]]:
-    branches: list[Outcome | None] = [*layer.outcomes] or [None]
-    return list(zip(branches, layer.tokens, layer.confidences, strict=True))
+def _list_firsts(draft: list[TreeLayer]) -> dict[tuple[int, Outcome | None], tuple[int, float]]:
+    """Return token and confidence of each branch's first token, by layer and branch."""
+    firsts: dict[tuple[int, Outcome | None], tuple[int, float]] = {}
+    for at, layer in enumerate(draft):
+        branches: list[Outcome | None] = [*layer.outcomes] or [None]
+        pairs = zip(layer.tokens, layer.confidences, strict=True)
+        firsts |= zip([(at, branch) for branch in branches], pairs, strict=True)
+    return firsts
 
 
 def _agree(usual: list[list[TreeLayer]], ours: list[list[TreeLayer]]) -> bool:
     """Return True if first tokens are mostly the same, with the same confidence."""
-    pairs = [pair for drafts in zip(usual, ours, strict=True) for pair in _pair_firsts(*drafts)]
-    same = [(share, other) for (token, share), (mine, other) in pairs if token == mine]
+    firsts = [map(_list_firsts, pair) for pair in zip(usual, ours, strict=True)]
+    pairs = [(own, other.get(at)) for theirs, other in firsts for at, own in theirs.items()]
+    same = [(own[1], other[1]) for own, other in pairs if other and own[0] == other[0]]
     distance = sum(abs(share - other) for share, other in same) / max(1, len(same))
     right = len(same) >= max(1.0, _LEAST_EQUAL * len(pairs)) and distance <= _FARTHEST
     if not right:

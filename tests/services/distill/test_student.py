@@ -111,10 +111,10 @@ def test_configuration_of_a_drafter() -> None:
 
 
 def test_a_trimmed_head_keeps_the_frequent_tokens(tmp_path: Path) -> None:
-    """Most frequent first, stop tokens always, unseen ones by id; columns are those ids'."""
+    """Stop tokens first, then the most frequent, unseen ones by id; columns are those ids'."""
     tokens = np.array([7, 7, 7, 3, 3, 9])
-    assert frequent_ids(tokens, 20, 3, [1]).tolist() == [1, 3, 7]
-    assert frequent_ids(tokens, 20, 6, [1]).tolist() == [0, 1, 2, 3, 7, 9]
+    assert frequent_ids(tokens, 20, 3, [1]).tolist() == [1, 7, 3]
+    assert frequent_ids(tokens, 20, 6, [1]).tolist() == [1, 7, 3, 9, 0, 2]
     folder = write_tiny_model(tmp_path, "llama")
     target = load(folder).module
     ids = np.array([4, 7, 200])
