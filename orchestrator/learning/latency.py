@@ -1,6 +1,7 @@
 """Latency of forward passes: T_v(m) of the target, T_d of the drafter; milliseconds."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,7 @@ import numpy as np
 from orchestrator.learning.averages import Ema
 
 _SHORTEST_MS = 1e-3
-"""A clock may be too coarse to measure a verification; a duration of zero would make it
-priceless.
-"""
+"""A clock may be too coarse to measure a pass, which would then seem to be free."""
 _UNSEEN_ROW = 0.15
 """Assumed extra time of a further row, relative to one row, where only one size was timed."""
 STALL = 1.5
@@ -45,7 +44,10 @@ class VerifyLatency:
                 scale.
             uncontended: estimates of the same machine without contention, which is no slower.
         """
-        self._at_load = dict(sorted(passes.items())) or {1: 1.0}
+        sizes = sorted(passes, reverse=True)
+        # More rows are no faster: what a pass took longer than one of more rows was a stall.
+        least = accumulate((passes[rows] for rows in sizes), min)
+        self._at_load = dict(zip(reversed(sizes), reversed([*least]), strict=True)) or {1: 1.0}
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
         self._uncontended = uncontended
         self._deviations: dict[int, Ema] = {}

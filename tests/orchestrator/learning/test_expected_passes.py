@@ -46,6 +46,18 @@ def test_times_at_load_hold_between_and_beyond_what_was_measured() -> None:
     assert not latency.is_known
 
 
+def test_a_pass_that_stalled_at_load_does_not_end_speculation() -> None:
+    """Two rows were timed while another program used the cores; plain decoding never times them
+    again, and drafts would seem to cost several tokens each.
+    """
+    latency = VerifyLatency()
+    latency.expect({1: 76.0, 2: 445.0, 4: 114.0, 8: 153.0})
+    assert [latency.of(rows) for rows in (1, 2, 4, 8)] == [76.0, 114.0, 114.0, 153.0]
+    estimates = expecting({1: 76.0, 2: 445.0, 4: 114.0, 8: 153.0})
+    estimates.expect_passes(PassTimes(chains={1: 4.0}), "drafter")
+    assert estimates._least_loss_ms("sd") < 76.0
+
+
 @pytest.mark.parametrize(("times", "one_in"), [(2.0, 2), (2.0, 10), (3.0, 2), (3.0, 10)])
 def test_a_size_that_is_dear_again_and_again_is_believed(times: float, one_in: int) -> None:
     """A pass over nine rows may go another way than one over eight, however seldom it is."""
