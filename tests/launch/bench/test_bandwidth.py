@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from launch.bench.bandwidth import describe_ceiling, describe_share, read_weight_bytes
+from launch.models import weights
 from launch.models.weights import Weights, weights_of
 from services.tools.hardware import survey
 from tests.support.tiny_models import write_tiny_model
@@ -81,8 +82,12 @@ def test_the_machine_is_measured() -> None:
     assert survey().read_bytes_s > 1e6
 
 
-def test_a_pass_reads_the_rows_that_a_trimmed_head_keeps(tmp_path: Path) -> None:
-    """A drafter's embedding gives one row a token, and its head has those of `draft_head.json`."""
+def test_a_pass_reads_the_rows_that_a_trimmed_head_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter's embedding gives one row a token, and its head has those of `draft_head.json`, or
+    where these are many the first of them.
+    """
     config = {"model_type": "qwen2", "num_attention_heads": 2, "hidden_size": 8}
     config |= {"num_hidden_layers": 1, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -94,3 +99,5 @@ def test_a_pass_reads_the_rows_that_a_trimmed_head_keeps(tmp_path: Path) -> None
     assert weights_of(tmp_path)[1:3] == (3200, 1600)
     (tmp_path / "draft_head.json").write_text(json.dumps([1, 2, 3]))
     assert weights_of(tmp_path)[1:3] == (3200, 48)
+    monkeypatch.setattr(weights, "FREQUENT_TOKENS", 2)
+    assert weights_of(tmp_path)[1:3] == (3200, 32)

@@ -21,6 +21,7 @@ from launch.workers.worker import JsonWorker
 from protocol.errors import ModelError, UsageError
 from protocol.jobs.convert import ROUTES, Compression, ConvertEvent
 from services.coreml.architecture import read_architecture
+from services.coreml.convert import source as source_module
 from services.coreml.convert.compression import _centres, pack
 from services.coreml.convert.source import Source
 from services.coreml.convert.weights import ModelTensors, fingerprint_of
@@ -70,6 +71,18 @@ def test_the_fingerprint_is_of_weights_and_head(tmp_path: Path) -> None:
     assert plain != fingerprint_of(write_tiny_model(tmp_path / "c", "llama", seed=1))
     (tmp_path / "b" / "draft_head.json").write_text("[1, 2]")
     assert plain != fingerprint_of(tmp_path / "b")
+
+
+def test_of_a_wide_head_the_first_tokens_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    (folder / "draft_head.json").write_text("[7, 3, 9]")
+    monkeypatch.setattr(source_module, "FREQUENT_TOKENS", 2)
+    source = Source(folder, "none")
+    assert (source.head_size, source.head().dense().shape[0]) == (2, 2)
+    assert source.head_ids is not None
+    assert source.head_ids.tolist() == [7, 3]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "sliding", "moe", "dynamic", "mamba"])

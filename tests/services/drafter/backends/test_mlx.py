@@ -22,8 +22,10 @@ from protocol.decoding.token_tree import read_tree
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
+from services.drafter.backends import mlx
 from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftedToken, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
+from services.kernels.register import KERNELS
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable
@@ -404,6 +406,17 @@ def test_a_trimmed_head_drafts_like_the_full_one_restricted(case: str, tmp_path:
         for played in SCRIPT[:8]:
             line.play(played)
         assert line.outcomes_hit >= 3
+
+
+@pytest.mark.parametrize(("most", "proposed"), [(2, {7, 160}), (None, {7, 160, 31})])
+def test_only_the_first_tokens_of_a_head_are_proposed_where_columns_cost_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None, proposed: set[int]
+) -> None:
+    monkeypatch.setattr(mlx, "kernels", lambda: KERNELS["cpu"]._replace(widest_head=most))
+    backend = trimmed(tmp_path, "llama", [7, 160, 31]).backend
+    list(backend.open(1, list(PROMPT), SAMPLINGS["greedy"]))
+    [layer] = said(backend.prepare(1, read_tree([120]), [9, 9], depth=1))
+    assert {token for _, token in layer.outcomes} == proposed
 
 
 @pytest.mark.parametrize("ids", [[5], [200, 5], [7, 160, 31]], ids=str)
