@@ -51,8 +51,8 @@ MANY_DRAFT_WEIGHTS = 200_000_000
 """Weights above which `auto` rounds a drafter to four bits on a CPU: smaller ones lose by it."""
 
 FREQUENT_TOKENS = 16_000
-"""Most tokens of `draft_head.json`, the most frequent first, that drafters propose but on CUDA: on
-two cores 32,000 are 5 % slower (docs/lab/drafter-training.md).
+"""Most tokens that a drafter proposes, except on CUDA: the first of `draft_head.json`, which are
+the most frequent. On two cores 32,000 are 5 % slower (docs/lab/drafter-training.md).
 """
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]

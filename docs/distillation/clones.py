@@ -106,7 +106,8 @@ def _files(folder: Path, r: random.Random) -> Iterator[Line]:
 
 def main() -> None:
     """Write the corpus."""
-    folder, r = Path(sys.argv[1]), random.Random(5)  # noqa: S311  # not for secrets
+    folder = Path(sys.argv[1])
+    r = random.Random(5)  # noqa: S311  # not for secrets
     lines = [*_templates(folder, r), *_requests(folder), *_files(folder, r)]
     r.shuffle(lines)
     sys.stdout.writelines(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)

@@ -9,7 +9,7 @@ from tasks import File
 
 
 class Corpus(NamedTuple):
-    """What a file holds."""
+    """Prompts to be answered, and texts to be read."""
 
     prompts: list[Prompt]
     sources: Sources

@@ -144,7 +144,7 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--init", type=Path, help="such a folder, to start from")
+    parser.add_argument("--init", type=Path, help="the drafter to start from, as written here")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mlp", type=int, default=2176)

@@ -24,7 +24,7 @@ MOST_SPECULATING = 2
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
 _LONGEST_COST = 4.0
-"""Cap of the start of a free run, or of a wait without its draft, in plainly decoded tokens."""
+"""Cap of the cost of starting a free run, or of waiting besides drafting, in plain tokens."""
 _UNSEEN_RATE = 0.85
 """Assumed acceptance rate of a draft token, optimistic so that drafts are tried."""
 _ASSUMED_LENGTH, _SHRINK = 2.0, 0.05

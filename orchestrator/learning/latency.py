@@ -47,7 +47,7 @@ class VerifyLatency:
         sizes = sorted(passes, reverse=True)
         # More rows are no faster: what a pass took longer than one of more rows was a stall.
         least = accumulate((passes[rows] for rows in sizes), min)
-        self._at_load = dict(zip(reversed(sizes), reversed([*least]), strict=True)) or {1: 1.0}
+        self._at_load = dict(sorted(zip(sizes, least, strict=True))) or {1: 1.0}
         self._pace = Ema(1.0, weight=_PACE_WEIGHT if passes else 0.0)
         self._uncontended = uncontended
         self._deviations: dict[int, Ema] = {}

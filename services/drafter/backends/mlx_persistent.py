@@ -288,8 +288,8 @@ def _list_firsts(draft: list[TreeLayer]) -> dict[tuple[int, Outcome | None], tup
 def _agree(usual: list[list[TreeLayer]], ours: list[list[TreeLayer]]) -> bool:
     """Return True if first tokens are mostly the same, with the same confidence."""
     firsts = [map(_list_firsts, pair) for pair in zip(usual, ours, strict=True)]
-    pairs = [(own, other.get(at)) for theirs, other in firsts for at, own in theirs.items()]
-    same = [(own[1], other[1]) for own, other in pairs if other and own[0] == other[0]]
+    pairs = [(first, mine.get(at)) for theirs, mine in firsts for at, first in theirs.items()]
+    same = [(first[1], mine[1]) for first, mine in pairs if mine and first[0] == mine[0]]
     distance = sum(abs(share - other) for share, other in same) / max(1, len(same))
     right = len(same) >= max(1.0, _LEAST_EQUAL * len(pairs)) and distance <= _FARTHEST
     if not right:

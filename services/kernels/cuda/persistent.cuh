@@ -267,7 +267,7 @@ struct Drafting {
     return reinterpret_cast<Named*>(own.scanned[branch]);
   }
 
-  // Finds the best columns of `parts` parts of each branch's logits.
+  // Divides each branch's logits, and finds the best columns of each part.
   __device__ void scan(const Pass& pass, int named, int parts) const {
     share(named * parts, [&](int unit) {
       const int branch = unit / parts, part = unit % parts;

@@ -14,11 +14,12 @@ struct Perturbed {
   }
 };
 
-// The logarithm of the sum of all exponentials; the values are `step` apart.
-__device__ inline float sum_logarithms(const float* values, int count, int step = 1) {
-  float top = values[0], sum = 0.0f;
-  for (int i = 1; i < count; i++) top = fmaxf(top, values[i * step]);
-  for (int i = 0; i < count; i++) sum += expf(values[i * step] - top);
+// The logarithm of the sum of all exponentials.
+template <typename Values>
+__device__ float sum_logarithms(const Values& values, int count) {
+  float top = values(0), sum = 0.0f;
+  for (int i = 1; i < count; i++) top = fmaxf(top, values(i));
+  for (int i = 0; i < count; i++) sum += expf(values(i) - top);
   return top + logf(sum);
 }
 
@@ -50,8 +51,7 @@ __device__ void scan_columns(const Values& values, int first, int last, const in
 // Finds the best of several parts of a row.
 template <int WIDTH, int KIND, int WARPS>
 __device__ void join_parts(const Best<WIDTH, KIND>* parts, int count, Best<WIDTH, KIND>& best) {
-  using Own = Best<WIDTH, KIND>;
-  constexpr int COUNT = Own::COUNT;
+  constexpr int COUNT = Best<WIDTH, KIND>::COUNT;
   find_best<COUNT, WARPS>([&](int at) { return parts[at / COUNT].values[at % COUNT]; },
                           count * COUNT, reinterpret_cast<float*>(&best));
   __syncthreads();
@@ -59,7 +59,8 @@ __device__ void join_parts(const Best<WIDTH, KIND>* parts, int count, Best<WIDTH
     const int at = int(best.columns[threadIdx.x]);
     best.columns[threadIdx.x] = parts[at / COUNT].columns[at % COUNT];
   }
-  if (threadIdx.x == 0) best.total = sum_logarithms(&parts->total, count, sizeof(Own) / sizeof(float));
+  if (threadIdx.x == 0)
+    best.total = sum_logarithms([&](int part) { return parts[part].total; }, count);
 }
 
 // Of the best candidates by logit the filters drop some; the others are put in order of their
@@ -69,7 +70,7 @@ __device__ void rank_filtered(Best<WIDTH, 2>& best, const int* ids, const Rule& 
   __shared__ float scores[CANDIDATES];
   const int own = threadIdx.x;
   float *columns = best.columns, *logits = best.values;
-  const float candidates = sum_logarithms(logits, CANDIDATES), total = best.total;
+  const float candidates = sum_logarithms(Row<float>{logits, 1}, CANDIDATES), total = best.total;
   if (own < CANDIDATES) {
     float before = 0.0f;
     for (int i = 0; i < own; i++) before += expf(logits[i] - candidates);
@@ -84,7 +85,7 @@ __device__ void rank_filtered(Best<WIDTH, 2>& best, const int* ids, const Rule& 
   __syncthreads();
   // What is not among the candidates keeps its share.
   const float rest = total + logf(fmaxf(1.0f - expf(candidates - total), 0.0f));
-  const float ranked = sum_logarithms(scores, CANDIDATES), top = fmaxf(rest, ranked);
+  const float ranked = sum_logarithms(Row<float>{scores, 1}, CANDIDATES), top = fmaxf(rest, ranked);
   int place = 0;
   for (int i = 0; own < CANDIDATES && i < CANDIDATES; i++)
     place += scores[i] > scores[own] || (scores[i] == scores[own] && i < own);
