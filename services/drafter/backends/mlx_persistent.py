@@ -120,17 +120,18 @@ class PersistentDrafts:
         """Yield `depth` layers of a call; its further depths only name what may follow."""
         running, read = self._start(trunk, call, options), 0
         try:
-            for read in range(1, 1 + depth):
+            for read in range(1, 1 + call.depths):
                 found = self._read(trunk, running, call, read - 1)
                 if found is None:
                     return
-                _check(found)
-                tokens = [named.tokens[0] for named in found]
-                yield TreeLayer(outcomes, tokens, [named.confidences[0] for named in found])
+                if read <= depth:
+                    _check(found)
+                    tokens = [named.tokens[0] for named in found]
+                    yield TreeLayer(outcomes, tokens, [named.confidences[0] for named in found])
         finally:
-            # The kernel drafts to the end, however few of the layers are used.
-            while read < call.depths and self._read(trunk, running, call, read) is not None:
-                read += 1
+            # If another request interrupted it, what was found meanwhile is of use.
+            for further in range(read, running.stop()) if running is not None else ():
+                self._read(trunk, running, call, further)
 
     def _name(self, trunk: Trunk, desired: Tokens, options: RoundOptions) -> list[Named] | None:
         """Return what may follow each token from the committed ones on, by feeding them."""

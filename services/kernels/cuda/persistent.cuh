@@ -12,15 +12,16 @@ constexpr int MOST_SPINS = 1 << 20;
 
 // Words of a call, in the host's memory and then on the device: the depths done before; of the trunk
 // how many tokens are fed, and the slot of the first; how many branches and depths; the position
-// that the first rule is for; the trunk's tokens and then the first of each branch; the last slot of
-// the trunk before each branch; the rule of each position. Without branches each token of the trunk
-// is the first of one.
-constexpr int CALLED = 0, COUNT = 1, FIRST = 2, BRANCHES = 3, DEPTHS = 4, ORIGIN = 5, FED = 6;
+// that the first rule is for; 1 once the host wants no further depth; the trunk's tokens and then
+// the first of each branch; the last slot of the trunk before each branch; the rule of each
+// position. Without branches each token of the trunk is the first of one.
+constexpr int CALLED = 0, COUNT = 1, FIRST = 2, BRANCHES = 3, DEPTHS = 4, ORIGIN = 5, STOPPED = 6;
+constexpr int FED = 7;
 constexpr int FORKS = FED + MOST_ROWS, RULES = FORKS + MOST_ROWS;
 constexpr int MOST_RULES = 48;
 constexpr int CALL_WORDS = RULES + MOST_RULES * RULE_WORDS;
-// Words of the answer: the depths done in all calls, then the tokens after each branch at each
-// depth, the most likely first, and their confidences.
+// Words of the answer: the depths done in all calls, or given up, then the tokens after each branch
+// at each depth, the most likely first, and their confidences.
 constexpr int DONE = 352, FOUND = 368, FOUND_WORDS = NAMED + NAMED;
 static_assert(CALL_WORDS <= DONE);
 
@@ -290,14 +291,14 @@ struct Drafting {
     });
   }
 
-  // Writes what was found at the depth before into the host's memory.
-  __device__ void report(int depth, int called, volatile unsigned* box) const {
+  // Writes what was found at the depth before into the host's memory, and how many are done then.
+  __device__ void report(int depth, unsigned done, volatile unsigned* box) const {
     const int count = own.call[BRANCHES] > 0 ? own.call[BRANCHES] : own.call[COUNT];
     for (int i = threadIdx.x; i < count * FOUND_WORDS; i += WARPS * 32)
       box[FOUND + (depth - 1) * MOST_ROWS * FOUND_WORDS + i] = __float_as_uint((&own.found[0][0])[i]);
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) box[DONE] = called + depth;
+    if (threadIdx.x == 0) box[DONE] = done;
   }
 
   // Runs all layers over a pass, whose rows are embedded, and then the head.
@@ -324,12 +325,13 @@ struct Drafting {
     Narrow narrow;
     narrow.fetch(layers[0].qkv, ALL * D, block);
     if (!sync()) return;
-    const int depths = own.call[DEPTHS], called = own.call[CALLED];
+    const int depths = own.call[DEPTHS];
+    const bool is_last = block == blocks - 1;  // it often has no share of a short step
     begin();
     for (int depth = 0; sync(); depth++) {
-      // By the last block, which often has no share of the next step.
-      if (block == blocks - 1 && depth > 0) report(depth, called, box);
-      if (depth == depths) return;
+      const bool ends = depth == depths || (depth > 0 && own.call[STOPPED]);
+      if (is_last && depth > 0) report(depth, own.call[CALLED] + (ends ? depths : depth), box);
+      if (ends) return;
       const Pass pass = pass_of(depth);
       if (!run_pass(layers, count, narrow, pass, sync)) return;
       const int named = pass.rows - pass.first_named;
@@ -338,6 +340,8 @@ struct Drafting {
       narrow.fetch(layers[0].qkv, ALL * D, block);
       if (!sync()) return;
       choose(pass, named, parts);
+      if (is_last && threadIdx.x == 0)
+        own.call[STOPPED] = static_cast<volatile unsigned*>(box)[STOPPED];
     }
   }
 };

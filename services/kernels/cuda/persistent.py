@@ -19,7 +19,7 @@ import importlib
 import re
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ MOST_ROWS, MOST_DEPTHS = 16, 16
 MOST_PARTS = MOST_SCANS = 16
 NAMED = 8
 """Tokens named after each branch at each depth."""
-CALLED, COUNT, FIRST, BRANCHES, DEPTHS, ORIGIN, FED = range(7)
+CALLED, COUNT, FIRST, BRANCHES, DEPTHS, ORIGIN, STOPPED, FED = range(8)
 FORKS = FED + MOST_ROWS
 RULES = FORKS + MOST_ROWS
 MOST_RULES = 48
@@ -139,32 +139,33 @@ class RunningDraft:
     Args:
         words: of the box, as floats.
         depths: of the call.
-        wait: waits until at most so many depths are missing.
+        kernel: drafts.
     """
 
     def __init__(
-        self, words: npt.NDArray[np.float32], depths: int, wait: Callable[[int], None]
+        self, words: npt.NDArray[np.float32], depths: int, kernel: "PersistentKernel"
     ) -> None:
-        self._words, self._depths, self._wait = words, depths, wait
-        self._is_kept = False
+        self._words, self._depths, self._kernel = words, depths, kernel
+        self._is_kept, self._there = False, 0
 
     def read(self, depth: int, branches: int) -> list[Named]:
-        """Return what is named after each branch at this depth; `branches` is their number.
-
-        Raises:
-            Unavailable: the device does not answer.
-        """
-        if not self._is_kept:
-            self._wait(self._depths - 1 - depth)
+        """Return what is named after each branch at this depth, of so many; raises Unavailable."""
+        if depth >= self._there:
+            self._kernel.wait(self._depths - 1 - depth)
         first = FOUND + FOUND_WORDS * MOST_ROWS * depth
         words = self._words[first : first + FOUND_WORDS * branches].reshape(branches, 2, NAMED)
         tokens, confidences = words[:, 0].astype(np.int64).tolist(), words[:, 1].tolist()
         return [Named(*pair) for pair in zip(tokens, confidences, strict=True)]
 
+    def stop(self) -> int:
+        """End the draft after the present depth; return how many depths can be read from now on."""
+        if not self._is_kept:  # else it ended before another one began
+            self._there = self._depths - self._kernel.stop()
+        return self._there
+
     def keep(self) -> None:
         """Keep what was found: the box gets other words."""
-        if not self._is_kept:
-            self._words, self._is_kept = self._words.copy(), True
+        self._words, self._is_kept, self._there = self._words.copy(), True, self._depths
 
 
 class PersistentKernel:
@@ -186,7 +187,7 @@ class PersistentKernel:
         self._previous = mx.zeros(2, mx.int32)
         mx.eval(self._scratch, self._previous)
         self._replays: dict[int, Any] = {}
-        self._asked, self._running = 0, RunningDraft(self._words, 0, self._await)
+        self._asked, self._running = 0, RunningDraft(self._words, 0, self)
 
     def start(
         self,
@@ -195,7 +196,7 @@ class PersistentKernel:
         rules: npt.NDArray[np.uint32],
         kind: int,
     ) -> "RunningDraft":
-        """Begin to draft.
+        """Begin to draft; raises Unavailable if the device does not answer.
 
         Args:
             buffers: keys and values of each layer, [1, kv heads, slots, size], written in place:
@@ -203,11 +204,8 @@ class PersistentKernel:
             call: what is drafted.
             rules: [positions, WORDS] of the tokens to be chosen, from `call.origin` on.
             kind: of the rules (`sampling.guess`).
-
-        Raises:
-            Unavailable: the device does not answer.
         """
-        self._await(0)  # an abandoned draft may not have read its call
+        self.wait(0)  # an abandoned draft may not have read its call
         self._running.keep()
         self._box[CALLED] = self._asked
         write_call(self._box, call, rules)
@@ -217,16 +215,25 @@ class PersistentKernel:
         self._previous = self._replays[kind](keys, values, self._previous)
         launch(self._previous)
         self._asked = (self._asked + call.depths) % 2**32
-        self._running = RunningDraft(self._words, call.depths, self._await)
+        self._running = RunningDraft(self._words, call.depths, self)
         return self._running
 
-    def _await(self, left: int) -> None:
-        """Wait until at most `left` of the requested depths are missing."""
-        box, asked = self._box, self._asked
+    def wait(self, most: int) -> None:
+        """Wait until at most `most` of the requested depths are missing; may raise Unavailable."""
         ends = time.perf_counter() + _DEADLINE_S
-        while (asked - box[DONE]) % 2**32 > left:
+        while self._missing > most:
             if time.perf_counter() > ends:
                 raise Unavailable(f"no token of a draft came within {_DEADLINE_S} s")
+
+    def stop(self) -> int:
+        """Have the kernel end after the present depth; return how many were missing before."""
+        missing = self._missing
+        self._box[STOPPED] = 1
+        return missing
+
+    @property
+    def _missing(self) -> int:
+        return int(self._asked - self._box[DONE]) % 2**32
 
     def _count_words(self) -> int:
         """Return the size of `Scratch` in persistent.cuh, or a little more."""
@@ -283,7 +290,7 @@ class PersistentKernel:
 
 def write_call(box: Any, call: DraftCall, rules: npt.NDArray[np.uint32]) -> None:
     """Write a call and the rules of its positions into the words of a box."""
-    box[COUNT], box[FIRST], box[ORIGIN] = len(call.trunk), call.first, call.origin
+    box[COUNT], box[FIRST], box[ORIGIN], box[STOPPED] = len(call.trunk), call.first, call.origin, 0
     box[BRANCHES], box[DEPTHS] = len(call.roots), call.depths
     tokens, words = [*call.trunk, *call.roots], rules.ravel().tolist()
     for at, word in (*enumerate(tokens, FED), *enumerate(call.forks, FORKS)):

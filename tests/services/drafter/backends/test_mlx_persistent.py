@@ -4,6 +4,7 @@ The kernel itself runs in tests/services/kernels/cuda/test_persistent.py; here t
 place, and writes keys and values as it does.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -93,6 +94,10 @@ class ModelKernel:
         self.calls: list[DraftCall] = []
         self.most = MOST_DEPTHS
         """Depths after which the device does not answer."""
+        self.further = 1
+        """Depths that an interrupted draft has found and that were not read."""
+        self.given_up = 0
+        """Depths of interrupted drafts that were never done."""
 
     def start(self, buffers: Sequence[Any], call: DraftCall, rules: Any, kind: int) -> "ModelDraft":
         del kind
@@ -155,12 +160,20 @@ class ModelDraft:
 
     def __init__(self, kernel: ModelKernel, found: list[list[Named]]) -> None:
         self._kernel, self._found = kernel, found
+        self._seen = 0
 
     def read(self, depth: int, branches: int) -> list[Named]:
         if depth >= self._kernel.most:
             raise Unavailable("gone")
         assert len(self._found[depth]) == branches
+        self._seen = max(self._seen, 1 + depth)
         return self._found[depth]
+
+    def stop(self) -> int:
+        """End the draft."""
+        there = min(len(self._found), self._seen + self._kernel.further)
+        self._kernel.given_up += len(self._found) - there
+        return there
 
 
 def equip(backend: MlxBackend) -> ModelKernel:
@@ -274,6 +287,22 @@ def test_a_draft_before_anything_was_prepared() -> None:
         return [drafted, said(backend.prepare(1, tree, [1, 1, 1, 3], 2))]
 
     assert [len(call.roots) for call in compare(play).calls] == [1, 0, 6]
+
+
+def test_an_interrupted_draft_names_what_follows() -> None:
+    """What it found by then is used, too, and what it would have found is not waited for."""
+
+    def play(backend: MlxBackend) -> Found:
+        growing = backend.prepare(1, read_tree([99]), [2], 6)
+        first = [layer for layer in itertools.islice(growing, 2) if layer is not None]
+        growing.close()
+        tokens = [first[0].outcomes[0].bonus, *(layer.tokens[0] for layer in first)]
+        backend.commit(1, len(PROMPT), [99])
+        return [first, said(backend.prepare(1, read_tree(tokens), [2, 2, 2], 2))]
+
+    kernel = compare(play)
+    assert [len(call.roots) for call in kernel.calls] == [0, 2, 6]
+    assert kernel.given_up == 4
 
 
 def test_branches_of_another_text_are_forgotten() -> None:
@@ -408,6 +437,7 @@ def test_a_target_answers_the_same_with_such_drafts(sampling: Sampling) -> None:
     """A model that drafts for itself is nearly always hit, and the answer is plain decoding's."""
     length, backend = 40, as_on_a_gpu(tiny_folder("llama"))
     kernel = equip(backend)
+    kernel.further = 0
     line = Lockstep(
         Verifier(load(tiny_folder("llama")), 512),
         backend,

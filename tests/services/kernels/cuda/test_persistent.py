@@ -29,6 +29,7 @@ from services.kernels.cuda.persistent import (
     MOST_ROWS,
     NAMED,
     RULES,
+    STOPPED,
     DraftCall,
     ModelEnds,
     PersistentKernel,
@@ -107,21 +108,23 @@ def _pad(cache: KVCache, slots: int) -> list[npt.NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "length", "fed", "forks"),
+    ("blocks", "length", "fed", "forks", "stopped"),
     [
-        (1, 5, 0, [4]),
-        (3, 20, 7, [26]),
-        (2, 250, 3, [249, 251, 252, 252, 250]),
-        (3, 600, 8, [607, 606, 600, 607, 605, 599, 604, 607]),
-        (4, 30, 0, [29, 28, 29]),
-        (2, 40, 8, []),
+        (1, 5, 0, [4], 0),
+        (3, 20, 7, [26], 0),
+        (2, 250, 3, [249, 251, 252, 252, 250], 0),
+        (3, 600, 8, [607, 606, 600, 607, 605, 599, 604, 607], 0),
+        (4, 30, 0, [29, 28, 29], 0),
+        (2, 40, 8, [], 0),
+        (3, 20, 7, [26, 25], 1),
+        (1, 5, 0, [4], 1),
     ],
 )
 def test_drafts_what_the_model_does(
-    kernel: tuple[Case, Path], blocks: int, length: int, fed: int, forks: list[int]
+    kernel: tuple[Case, Path], blocks: int, length: int, fed: int, forks: list[int], *, stopped: int
 ) -> None:
     """After texts whose keys one block takes, and several: the tokens, their confidences, and the
-    keys and values that later passes find."""
+    keys and values that later passes find. A stopped draft has its first depth."""
     (family, size, kind), program = kernel
     model, depths, slots = _build(family, size), 4 if forks else 1, 640
     random = np.random.default_rng(length)
@@ -138,6 +141,7 @@ def test_drafts_what_the_model_does(
     words[CALLED] = 0xFFFFFFFE
     positions = range(call.origin, call.origin + call.positions)
     write_call(words.data.cast("B").cast("I"), call, write_rules(positions, _KINDS[kind]))
+    words[STOPPED] = stopped
     caches = [KVCache() for _ in range(_LAYERS)]
     model(mx.array(text)[None], cache=caches)
     arrays = [
@@ -151,6 +155,8 @@ def test_drafts_what_the_model_does(
     inputs = shape, speeds, *arrays, *ends, ids, halve_words(words[:DONE])
     size_of_scratch, *parts = np.split(run_kernel(program, *inputs), [1, 1 + BOX_WORDS - FOUND])
     found = parts[0].reshape(MOST_DEPTHS, MOST_ROWS, 2, NAMED)
+    depths = 1 if stopped else depths
+    assert not found[depths:].any()
 
     followers = set[int]()
     for branch, (root, fork) in enumerate(zip(roots, forks, strict=True)):
@@ -167,7 +173,7 @@ def test_drafts_what_the_model_does(
             assert shares == pytest.approx(top.confidences(0, NAMED), rel=1e-3, abs=1e-6)
             following = top.ids[0, :1]
             followers.add(int(following[0]))
-    assert len(followers) > 1
+    assert len(followers) > 1 or stopped
     if len(forks) == 1:  # the slots of a trunk that goes on
         held = np.concatenate([array.ravel() for cache in caches for array in _pad(cache, slots)])
         assert np.allclose(parts[1], held, atol=2e-4)
@@ -204,6 +210,8 @@ class Device:
         )
         self.drafting._replays[GREEDY] = self.run
         self.answers = True
+        self.slow = MOST_DEPTHS
+        """Depths that are done by the time a draft is stopped."""
 
     def run(self, keys: list[mx.array], values: list[mx.array], previous: mx.array) -> mx.array:
         """Draft as the kernel is asked to."""
@@ -216,8 +224,14 @@ class Device:
                 root = int(self.box[FED + count + branch])
                 found[depth, branch, 0] = root + depth + np.arange(1, 1 + NAMED)
                 found[depth, branch, 1] = int(self.box[RULES + WORDS * depth]) / 8
-            self.box[DONE] = (int(self.box[CALLED]) + depth + 1) % 2**32
+            if depth < self.slow:
+                self.box[DONE] = (int(self.box[CALLED]) + depth + 1) % 2**32
         return previous + 0
+
+    def end(self) -> None:
+        """End a draft that is to be stopped."""
+        assert self.box[STOPPED]
+        self.box[DONE] = self.drafting._asked
 
     def draft(self, trunk: list[int], roots: list[int], depths: int) -> list[Any]:
         """What is found of each branch at each depth."""
@@ -262,6 +276,32 @@ def test_a_draft_is_read_after_another_one_began() -> None:
             if depth < depths:
                 first = [named.tokens[0] for named in draft.read(depth, len(roots))]
                 assert first == [root + depth + 1 for root in roots]
+
+
+def test_a_stopped_draft() -> None:
+    """What was there can be read, and the next draft begins once it has ended."""
+    device, rules = Device(), np.ones((6, WORDS), np.uint32)
+    device.slow = 2
+    buffers = [(mx.zeros((1, _KV_HEADS, 256, 64)),) * 2]
+    call = DraftCall(7, [], [5, 50], [6, 6], 6)
+    running = device.drafting.start(buffers, call, rules, GREEDY)
+    assert running.read(0, 2)[1].tokens[0] == 51
+    assert running.stop() == 2
+    assert running.read(1, 2)[0].tokens[0] == 7
+    device.end()
+    device.slow = MOST_DEPTHS
+    assert [found[0].tokens[0] for found in device.draft([], [9], 2)] == [10, 11]
+    assert not device.box[STOPPED]
+
+
+def test_a_draft_is_not_stopped_for_another_one() -> None:
+    device, rules = Device(), np.ones((4, WORDS), np.uint32)
+    buffers = [(mx.zeros((1, _KV_HEADS, 256, 64)),) * 2]
+    call = DraftCall(7, [], [5], [6], 4)
+    first, second = (device.drafting.start(buffers, call, rules, GREEDY) for _ in range(2))
+    assert first.stop() == 4
+    assert not device.box[STOPPED]
+    assert second.stop() == 4
 
 
 def test_a_launch_that_fails_is_not_waited_for() -> None:
