@@ -3,10 +3,10 @@
 Plain decoding is measured first. A text starts with a token of credit, or with what a few rounds
 without an accepted draft cost; with more if the pair gains, by the gain that its schedule expects;
 with half a token while it has lost more than it gained, and with what is left once it has lost on
-several texts. Speculative rounds add their gain over plain
-decoding, or take their loss, and the planner risks no more than is left; a single round may lose
-more, and is forgiven the rest. Without credit the target decodes plainly, which earns the next
-trial. So an answer loses little more than it started with.
+several texts. Speculative rounds add their gain over plain decoding, or take their loss, and the
+planner risks no more than is left; a single round may lose more, and is forgiven the rest. Without
+credit the target decodes plainly, which earns the next trial. So an answer loses little more than
+it started with.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +18,8 @@ _START, _MOST = 1.0, 6.0
 """Credit of a new text, and the most that gains add up to: acceptance varies by about one token
 per round, so a gain survives unlucky stretches of text.
 """
-_TRUST = 6.0
-"""Credit of a new text of a pair that gains, per expected gain of 1: short texts that would gain
-must survive a bad start.
-"""
+_TRUST = 3.0
+"""Credit of a new text of a pair that gains, per expected gain of 1: it survives a bad start."""
 _TRIED = 3.0
 """Rounds with one wrong draft token that a new text can at least pay for."""
 _EARNED = 0.005
@@ -41,13 +39,11 @@ class SpeculationSwitch:
     measured_at: float | None = None
     """Time of the last measurement of plain decoding, in seconds of a monotonic clock."""
     _rate_now: float = 0.0
-    """Tokens per ms of plain rounds at the present pace; few are measured, the first ones slow."""
+    """Tokens per ms of plain rounds at the present pace; 0 if unknown."""
     _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
     _plain: DiscountedRatio = field(default_factory=DiscountedRatio)
     _start: float = _START
     """Credit of a new text of a pair that has not lost."""
-    _is_trusted: bool = False
-    """True if this text started with all of it, and was decoded plainly so far."""
     _lead: float = 0.0
     """Tokens that speculation gained on all texts, within limits."""
     _least_lead: float = -_MOST / 3
@@ -72,8 +68,8 @@ class SpeculationSwitch:
 
     @property
     def _plain_rate(self) -> float:
-        """Tokens per ms of plain decoding: measured, or at the present pace if that is faster."""
-        return max(self._plain.value, self._rate_now) if self._plain.whole else 0.0
+        """Tokens per ms of plain decoding: at the present pace, or as measured before."""
+        return (self._rate_now or self._plain.value) if self._plain.whole else 0.0
 
     @property
     def _has_lost(self) -> bool:
@@ -81,15 +77,11 @@ class SpeculationSwitch:
         return self._lead <= -_MOST
 
     def on_new_text(self, *, may_gain: bool, gain: float = 1.0) -> None:
-        """Start with the credit of a new text.
-
-        Args:
-            may_gain: True if good drafts would gain on this machine.
-            gain: speed over plain decoding that is expected of this pair.
+        """Start with a new text's credit, by the `gain` that is expected of this pair; with none
+        unless good drafts may gain on this machine.
         """
-        self._is_trusted = may_gain and self._lead >= 0.0
         self._least_lead = max(-_MOST, self._lead - _MOST / 3)
-        start = self._start if self._is_trusted else _START / 2
+        start = self._start if self._lead >= 0.0 else _START / 2
         if self._has_lost:
             start = min(self.credit, _START)
         elif self._lead > 0.0:
@@ -121,7 +113,6 @@ class SpeculationSwitch:
         least_loss = least_loss_ms * self._plain_rate
         self._start = min(max(_START, _TRIED * least_loss), _MOST)
         if speculating:
-            self._is_trusted = False
             self._speculative.observe(tokens, milliseconds, fade=FADE)
             if self._plain.whole:
                 gain = tokens - milliseconds * self._plain_rate
@@ -132,7 +123,8 @@ class SpeculationSwitch:
                 self._plain = DiscountedRatio()  # the machine may have changed
                 self._left = _ROUNDS
         else:
-            earned = self._start if self._is_trusted else self.credit + _EARNED * tokens
+            is_new = self._left > 0 and self.credit >= _START / 2  # what a trial costs is known now
+            earned = self._start if is_new else self.credit + _EARNED * tokens
             self.credit = max(self.credit, min(earned, self._start))
             self._plain.observe(tokens, milliseconds, fade=FADE)
             self._left, self.measured_at = max(0, self._left - 1), now
