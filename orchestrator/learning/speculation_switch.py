@@ -123,8 +123,8 @@ class SpeculationSwitch:
                 self._plain = DiscountedRatio()  # the machine may have changed
                 self._left = _ROUNDS
         else:
-            is_new = self._left > 0 and self.credit >= _START / 2  # what a trial costs is known now
-            earned = self._start if is_new else self.credit + _EARNED * tokens
+            awaits_trial = self._left > 0 and self.credit >= _START / 2  # its cost is known now
+            earned = self._start if awaits_trial else self.credit + _EARNED * tokens
             self.credit = max(self.credit, min(earned, self._start))
             self._plain.observe(tokens, milliseconds, fade=FADE)
             self._left, self.measured_at = max(0, self._left - 1), now

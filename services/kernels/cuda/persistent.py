@@ -139,18 +139,18 @@ class RunningDraft:
     Args:
         words: of the box, as floats.
         depths: of the call.
-        kernel: drafts.
+        kernel: the one that drafts.
     """
 
     def __init__(
         self, words: npt.NDArray[np.float32], depths: int, kernel: "PersistentKernel"
     ) -> None:
         self._words, self._depths, self._kernel = words, depths, kernel
-        self._is_kept, self._there = False, 0
+        self._is_kept, self._readable = False, 0
 
     def read(self, depth: int, branches: int) -> list[Named]:
-        """Return what is named after each branch at this depth, of so many; raises Unavailable."""
-        if depth >= self._there:
+        """Return what is named after each of the `branches` at a depth; may raise Unavailable."""
+        if depth >= self._readable:
             self._kernel.wait(self._depths - 1 - depth)
         first = FOUND + FOUND_WORDS * MOST_ROWS * depth
         words = self._words[first : first + FOUND_WORDS * branches].reshape(branches, 2, NAMED)
@@ -160,12 +160,12 @@ class RunningDraft:
     def stop(self) -> int:
         """End the draft after the present depth; return how many depths can be read from now on."""
         if not self._is_kept:  # else it ended before another one began
-            self._there = self._depths - self._kernel.stop()
-        return self._there
+            self._readable = self._depths - self._kernel.stop()
+        return self._readable
 
     def keep(self) -> None:
         """Keep what was found: the box gets other words."""
-        self._words, self._is_kept, self._there = self._words.copy(), True, self._depths
+        self._words, self._is_kept, self._readable = self._words.copy(), True, self._depths
 
 
 class PersistentKernel:

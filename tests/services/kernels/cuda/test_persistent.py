@@ -43,7 +43,8 @@ from services.kernels.cuda.sampling.rules import WORDS, write_rules
 from services.sampling import candidates
 from tests.services.kernels.cuda.host import compile_kernel, halve_words, run_kernel
 
-_COLUMNS, _VOCABULARY, _LAYERS, _KV_HEADS = 140, 170, 2, 2
+_COLUMNS, _VOCABULARY, _LAYERS, _KV_HEADS, _SLOTS = 140, 170, 2, 2, 640
+_IDS = np.arange(_COLUMNS)[::-1] + 20
 _SHAPE = {
     "hidden_size": 256, "num_hidden_layers": _LAYERS, "intermediate_size": 104,
     "num_attention_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": _VOCABULARY,
@@ -102,9 +103,39 @@ def _arrays_of(layer: Any, keys: Any, values: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def _pad(cache: KVCache, slots: int) -> list[npt.NDArray[np.float32]]:
+def _pad(cache: KVCache) -> list[npt.NDArray[np.float32]]:
     held = [np.array(pair)[:, :, : cache.offset] for pair in (cache.keys, cache.values)]
-    return [np.pad(pair, ((0, 0), (0, 0), (0, slots - cache.offset), (0, 0))) for pair in held]
+    return [np.pad(pair, ((0, 0), (0, 0), (0, _SLOTS - cache.offset), (0, 0))) for pair in held]
+
+
+def _run(
+    kernel: tuple[Case, Path],
+    model: Any,
+    text: npt.NDArray[np.int64],
+    call: DraftCall,
+    blocks: int,
+    *,
+    stopped: int,
+) -> list[npt.NDArray[np.float32]]:
+    """The bytes of `Scratch`, what was found, and all keys and values after a call."""
+    (family, size, kind), program = kernel
+    words = np.zeros(BOX_WORDS, np.uint32)
+    words[CALLED] = 0xFFFFFFFE
+    positions = range(call.origin, call.origin + call.positions)
+    write_call(words.data.cast("B").cast("I"), call, write_rules(positions, _KINDS[kind]))
+    words[STOPPED] = stopped
+    caches = [KVCache() for _ in range(_LAYERS)]
+    model(mx.array(text)[None], cache=caches)
+    arrays = [
+        array
+        for layer, cache in zip(model.layers, caches, strict=True)
+        for array in _arrays_of(layer, *_pad(cache))
+    ]
+    speeds = 10000.0 ** (-np.arange(0, size, 2) / size)
+    ends = [model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight]
+    shape = [blocks, _SLOTS, _VOCABULARY, DONE, family == "qwen3"]
+    inputs = shape, speeds, *arrays, *ends, _IDS, halve_words(words[:DONE])
+    return np.split(run_kernel(program, *inputs), [1, 1 + BOX_WORDS - FOUND])
 
 
 @pytest.mark.parametrize(
@@ -125,35 +156,17 @@ def test_drafts_what_the_model_does(
 ) -> None:
     """After texts whose keys one block takes, and several: the tokens, their confidences, and the
     keys and values that later passes find. A stopped draft has its first depth."""
-    (family, size, kind), program = kernel
-    model, depths, slots = _build(family, size), 4 if forks else 1, 640
+    (family, size, kind), _ = kernel
+    model, depths = _build(family, size), 4 if forks else 1
     random = np.random.default_rng(length)
     text, trunk, roots = (
         random.integers(0, _VOCABULARY, count) for count in (length, fed, len(forks))
     )
-    ids = np.arange(_COLUMNS)[::-1] + 20
     if not forks:
         roots, forks = trunk, list(range(length - 1, length + fed - 1))
-    call = DraftCall(
-        length, trunk.tolist(), [] if roots is trunk else roots.tolist(), forks, depths
-    )
-    words = np.zeros(BOX_WORDS, np.uint32)
-    words[CALLED] = 0xFFFFFFFE
-    positions = range(call.origin, call.origin + call.positions)
-    write_call(words.data.cast("B").cast("I"), call, write_rules(positions, _KINDS[kind]))
-    words[STOPPED] = stopped
-    caches = [KVCache() for _ in range(_LAYERS)]
-    model(mx.array(text)[None], cache=caches)
-    arrays = [
-        array
-        for layer, cache in zip(model.layers, caches, strict=True)
-        for array in _arrays_of(layer, *_pad(cache, slots))
-    ]
-    speeds = 10000.0 ** (-np.arange(0, size, 2) / size)
-    ends = [model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight]
-    shape = [blocks, slots, _VOCABULARY, DONE, family == "qwen3"]
-    inputs = shape, speeds, *arrays, *ends, ids, halve_words(words[:DONE])
-    size_of_scratch, *parts = np.split(run_kernel(program, *inputs), [1, 1 + BOX_WORDS - FOUND])
+    named = [] if roots is trunk else roots.tolist()
+    call = DraftCall(length, trunk.tolist(), named, forks, depths)
+    size_of_scratch, *parts = _run(kernel, model, text, call, blocks, stopped=stopped)
     found = parts[0].reshape(MOST_DEPTHS, MOST_ROWS, 2, NAMED)
     depths = 1 if stopped else depths
     assert not found[depths:].any()
@@ -165,7 +178,7 @@ def test_drafts_what_the_model_does(
         for depth in range(depths):
             logits = np.array(model(mx.array(following)[None], cache=caches)[0, -1:])
             # Without filters every token is a candidate.
-            best = candidates.best_of(logits, _COLUMNS if kind == DRAWN else CANDIDATES, ids)
+            best = candidates.best_of(logits, _COLUMNS if kind == DRAWN else CANDIDATES, _IDS)
             top = candidates.perturb(best, [fork + 2 + depth], _KINDS[kind])
             named, shares = found[depth, branch]
             likely = np.array(top.confidences(0, NAMED)) > 1e-6
@@ -175,7 +188,7 @@ def test_drafts_what_the_model_does(
             followers.add(int(following[0]))
     assert len(followers) > 1 or stopped
     if len(forks) == 1:  # the slots of a trunk that goes on
-        held = np.concatenate([array.ravel() for cache in caches for array in _pad(cache, slots)])
+        held = np.concatenate([array.ravel() for cache in caches for array in _pad(cache)])
         assert np.allclose(parts[1], held, atol=2e-4)
     blocks_of_model = [_kernels_of(size, mx.float32)] * _LAYERS
     drafting = PersistentKernel(
